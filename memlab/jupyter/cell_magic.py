@@ -138,8 +138,8 @@ class CellMagic:
             steps = self._keep(watch, outcome.error)
             if steps and watch.session is not None:
                 # whoever interrupted the cell does not wait for predictions
-                plans = watch.notes.plans if outcome.error is None and len(watch.sessions) == 1 else ()
-                self._predict(watch.session, plans, budget_bytes, line)
+                plans = watch.notes.plans if outcome.error is None else ()
+                self._predict(watch.session, watch.sessions, plans, budget_bytes, line)
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
                 self._show_receipt(watch, steps)
         refusal = watch.refused or cells.refusal_in(outcome.error)
@@ -196,14 +196,22 @@ class CellMagic:
 
         return rescuer_of
 
-    def _predict(self, session: Session, plans: tuple[Plan, ...], budget_bytes: int | None, line: Line | None) -> None:
+    def _predict(
+        self,
+        session: Session,
+        together: Sequence[Session],
+        plans: tuple[Plan, ...],
+        budget_bytes: int | None,
+        line: Line | None,
+    ) -> None:
         """Add what was predicted to what was measured."""
         history = self._notebook.histories[session.workload.model]
         live = session.workload
-        if self._notebook.config.predict_cells and history.batch is not None and plans:
+        is_known = history.batch is not None if len(together) == 1 else history.tape is not None
+        if self._notebook.config.predict_cells and is_known and plans:
             with suppress(WorkloadError):
-                workload = Workload(live.model, live.optimizers, history.batch, name=live.name)
-                prediction.predict_rows(history, workload, plans, Saying(line))
+                workloads = [prediction.with_loop(each.workload, self._notebook.history_of) for each in together]
+                prediction.predict_rows(history, workloads, plans, Saying(line))
             if line is not None:
                 line.clear()
         if budget_bytes is not None:

@@ -17,45 +17,86 @@ from memlab.plan import Plan
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload, stale_in_step
 from memlab.session import Session
+from memlab.session.tape import Tape
+
+# after so many steps of several models one was recorded, if that can be
+_MOST_STEPS_UNTIL_CHOSEN = 8
 
 
 class Chooser(Observer):
     """Chooses the plan at the first training forward of a cell, when the batch is known, and applies it to it.
 
     A session looks at its techniques after its observers were told of a forward, so the forward that begins
-    runs under the new plan already.
+    runs under the new plan already. Where several models train, the plan is chosen again once a step of their loop is recorded.
     """
 
     def __init__(
-        self, session: Session, choose: Callable[[Sequence[Workload]], Plan], choosers: Sequence[Chooser]
+        self,
+        session: Session,
+        choose: Callable[[Sequence[Workload]], Plan],
+        choosers: Sequence[Chooser],
+        tape: Callable[[], Tape | None],
     ) -> None:
         self._session = session  # of the model that is trained
         # called with all workloads that have been called by then, each with its batch
-        self._choose: Callable[[Sequence[Workload]], Plan] | None = choose
-        self._choosers = choosers  # of the models so far, this one last; those before follow with their next step
-        self.workload: Workload | None = None
+        self._choose = choose
+        self._choosers = choosers  # of the models so far; those before follow with their next step
+        self._tape = tape
+        self._has_chosen = False
         self._steps = 0
+        self.workload: Workload | None = None
+        self.is_final = False
 
     def forward_begins(self, batch: Batch) -> None:
-        choose, self._choose = self._choose, None
-        if choose is None:
+        if self.is_final:
             return
-        live = self._session.workload
-        self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)
+        is_first, self._has_chosen = not self._has_chosen, True
+        if is_first:
+            live = self._session.workload
+            self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)
+        known = [each.workload for each in self._choosers if each.workload is not None]
+        if len(self._choosers) == 1:
+            if is_first:
+                self._session.switch(self._chosen(known), now=True)
+            return
+        tape = self._tape()
+        if tape is None or tape.problem:
+            if is_first:
+                self._session.switch(self._choosers[0]._session.plan, now=True)
+                for each in known:  # until a step is recorded; what it was given may be of the loop's own making
+                    each.batch = _in_shape(each.batch)
+            return
+        for each in known:
+            each.tape = tape
+        plan = self._chosen(known)
+        # a judge is called once more after its own step: by the loop's steps this is between two
+        for session in (self._session, *self._session.companions):
+            session.switch(plan, now=True)
+        for chooser in self._choosers:
+            chooser.let_go()
+
+    def _chosen(self, known: Sequence[Workload]) -> Plan:
         try:
-            plan = choose([each.workload for each in self._choosers if each.workload is not None])
+            return self._choose(known)
         except MemlabError as refusal:
             refusal.in_loop = True
             raise
-        self._session.switch(plan, now=True)
-        for each in self._session.companions:
-            each.switching.ask(plan)
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        # a further model is called by then; the batch must not be kept for the whole cell
+        # a further model is called by then, and a step was recorded; the batch must not be kept for the whole cell
         self._steps += 1
-        if self._steps > 1:
-            self.workload = None
+        if self.is_final or self._steps < (2 if len(self._choosers) == 1 else _MOST_STEPS_UNTIL_CHOSEN):
+            return
+        if len(self._choosers) > 1:
+            tape = self._tape()
+            why = "none was recorded" if tape is None else tape.problem
+            self._session.log.note(f"no plan is chosen for several models without a step of their loop: {why}")
+        for chooser in self._choosers:
+            chooser.let_go()
+
+    def let_go(self) -> None:
+        """Choose no more."""
+        self.workload, self.is_final = None, True
 
 
 class Largest(Observer):
@@ -130,6 +171,19 @@ def without_graph(batch: Batch) -> Batch:
         return value.detach().requires_grad_()
 
     args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
+    return Batch(args, kwargs)
+
+
+def _in_shape(batch: Batch) -> Batch:
+    """The same batch without the memory of its floats, which is enough for predictions."""
+
+    def shaped(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return made.requires_grad_(value.requires_grad)
+
+    args, kwargs = tree_map(shaped, (batch.args, dict(batch.kwargs)))
     return Batch(args, kwargs)
 
 

@@ -16,6 +16,7 @@ from memlab.records.comparison import Comparison, timed_anew
 from memlab.records.live_state import Moment
 from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Batch
+from memlab.session.tape import Tape
 
 _VERSIONS_OF = ("torch", "transformers", "bitsandbytes")
 
@@ -30,6 +31,7 @@ class History:
     # the largest batch of the last cell that trained, until the plan is undone. By reference: `compare` and `find`
     # train on it, and it is a variable of the loop as a rule. It holds no graph
     batch: Batch | None = None
+    tape: Tape | None = None  # a step of the loop that trains it with other models, as long as its batch
     predicted: dict[str, Prediction] = field(default_factory=dict)  # what was predicted for the measured plans
     plan_space: tuple[Prediction, ...] = ()  # what was predicted last for all plans on the model's own device
     # the plan that was chosen for a budget, by what it was chosen for

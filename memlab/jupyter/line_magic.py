@@ -178,18 +178,19 @@ class LineMagic:
             )
         plans = [Plan.parse(word) for word in plans_in(words)]
         live = [each.workload for each in self._notebook.together()]
-        batches = [self._notebook.history_of(each.model).batch for each in live]
-        if None in batches:
+        workloads = [prediction.with_loop(each, self._notebook.history_of) for each in live]
+        if any(each.batch is None for each in workloads):
             raise WorkloadError("%memfit compare needs a batch: run a %%memfit cell that trains first")
-        workloads = [
-            Workload(each.model, each.optimizers, batch, name=each.name)
-            for each, batch in zip(live, batches, strict=True)
-        ]
         with self._notebook.saying() as say:
             with self._device_of(workloads[0]) as device:
                 compared = compare(workloads, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
-            is_predicted = self._notebook.config.predict and len(workloads) == 1
-            return prediction.with_predictions(compared, workloads[0], say) if is_predicted else compared
+            is_known = len(workloads) == 1 or workloads[0].tape is not None
+            is_predicted = self._notebook.config.predict and is_known
+            return (
+                prediction.with_predictions(compared, prediction.one_or_all(workloads), say)
+                if is_predicted
+                else compared
+            )
 
     def _switch(self, words: list[str]) -> None:
         plan, rest = Plan.parse_known(words)
@@ -224,7 +225,7 @@ class LineMagic:
             session.undo()
             history = self._notebook.histories.get(model)
             if history is not None:
-                history.batch = None
+                history.batch = history.tape = None
             print(f"memfit: {session.workload.name} is as it was")  # noqa: T201
         left = [f"{session.plan.label} on {session.workload.name}" for session in sessions() if session.plan != Plan()]
         if left:

@@ -28,7 +28,7 @@ from memlab.records import Measurement, Prediction
 from memlab.records.comparison import Comparison
 from memlab.records.ranks import PredictedRanks
 from memlab.report.ranking import verdict_words
-from memlab.runtime.workload import Batch, Workload, describe_all
+from memlab.runtime.workload import Batch, Workload, describe_all, optimizers_of
 from memlab.session import Session
 from memlab.units import format_bytes, format_change, parse_bytes
 
@@ -71,7 +71,10 @@ def workloads_of(
         )
     if len(found) > 1:
         _require_no_batch(options, found)
-        return [_with_batch(command, each, history_of(each.model).batch, needs_batch=needs_batch) for each in found]
+        if needs_batch:
+            for each in found:
+                _require_batch(command, history_of(each.model).batch)
+        return [with_loop(each, history_of) for each in found]
     live = found[0]
     batch: Any = history_of(live.model).batch if any(s.workload.model is live.model for s in together) else None
     if options.batch:
@@ -94,12 +97,25 @@ def workloads_of(
 def _with_batch(
     command: str, live: Workload, batch: Any, loss_fn: Callable[..., Any] | None = None, *, needs_batch: bool
 ) -> Workload:
-    if batch is None and needs_batch:
+    if needs_batch:
+        _require_batch(command, batch)
+    return Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
+
+
+def _require_batch(command: str, batch: Any) -> None:
+    if batch is None:
         raise WorkloadError(
             f"%memfit {command} needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
             "(a variable of this notebook)"
         )
-    return Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
+
+
+def with_loop(live: Workload, history_of: Callable[[nn.Module], History]) -> Workload:
+    """A workload with the largest batch of the last cell, and a step of the loop that trains it with others."""
+    history = history_of(live.model)
+    workload = Workload(live.model, live.optimizers, history.batch, live.loss_fn, live.scheduler, live.name)
+    workload.tape = history.tape
+    return workload
 
 
 def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> None:
@@ -237,7 +253,9 @@ def choice(
         from memlab.search import choose_plan
 
         history = history_of(workloads[0])
-        key = (budget_bytes, fixed, options.lossless, *(Batch.of(each.batch).shapes for each in workloads))
+        workloads = _whole_loop(workloads, history, history_of)
+        is_recorded = workloads[0].tape is not None
+        key = (budget_bytes, fixed, options.lossless, is_recorded, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
             known = history.comparison.measurements if history.comparison is not None else ()
@@ -247,12 +265,36 @@ def choice(
                     measured=calibration(known, workloads[0]), progress=say,
                 )  # fmt: skip
             history.chosen[key] = plan
+            if len(workloads) > 1:
+                history.predicted.clear()  # what was predicted for the first model alone
             history.plan_space = tuple(predictions)
         plan = history.chosen[key]
         history.keep_predictions(each for each in history.plan_space if each.plan == plan.label)
         return plan
 
     return choose
+
+
+def _whole_loop(
+    workloads: Sequence[Workload], history: History, history_of: Callable[[Workload], History]
+) -> Sequence[Workload]:
+    """Return all models of a loop of which a step on such batches was recorded in an earlier cell, and the workloads elsewhere."""
+    tape, first = history.tape, workloads[0]
+    if first.tape is not None or tape is None or tape.problem or history.batch is None:
+        return workloads
+    if Batch.of(first.batch).shapes != history.batch.shapes:
+        return workloads
+    found = []
+    for model in [model() for model in tape.models]:
+        live = next((each for each in workloads if each.model is model), None)
+        if live is None and model is not None:
+            live = Workload(model, optimizers_of(model))
+            live.batch = history_of(live).batch
+        if live is None or live.batch is None:
+            return workloads
+        live.tape = tape
+        found.append(live)
+    return found
 
 
 def budget_line(history: History, plan: Plan, budget_bytes: int) -> str:
@@ -277,14 +319,14 @@ def _against(measured: Measurement, budget_bytes: int) -> str:
 # -- the column "predicted" of a receipt -----------------------------------------------------------
 
 
-def predict_rows(history: History, workload: Workload, plans: Iterable[Plan], say: Say) -> None:
+def predict_rows(history: History, workloads: Sequence[Workload], plans: Iterable[Plan], say: Say) -> None:
     """Predict the measured plans, for the receipt; what goes wrong becomes one line below it, once per model."""
     if not history.is_predicting:
         return
     measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
-    missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workload)]
+    missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workloads[0])]
     known = history.comparison.measurements if history.comparison is not None else ()
-    predictions, problem = _cheaply(workload, missing, say, calibration(known, workload))
+    predictions, problem = _cheaply(one_or_all(workloads), missing, say, calibration(known, workloads[0]))
     history.keep_predictions(predictions)
     if problem:
         history.is_predicting = False
@@ -311,7 +353,7 @@ def predicted_for_ranks(history: History, live: Workload, scale: Scale, ranks: C
     return (f"predicted for a rank: {format_bytes(predicted_bytes)}, {off} of the highest peak measured",)
 
 
-def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Comparison:
+def with_predictions(comparison: Comparison, workload: Workloads, say: Say) -> Comparison:
     """The comparison with what was predicted for its plans."""
     plans = [Plan.of_label(each.plan) for each in comparison.measurements]
     predictions, problem = _cheaply(workload, plans, say)
@@ -320,7 +362,7 @@ def with_predictions(comparison: Comparison, workload: Workload, say: Say) -> Co
 
 
 def _cheaply(
-    workload: Workload, plans: list[Plan], say: Say, measured: Measurement | None = None
+    workload: Workloads, plans: list[Plan], say: Say, measured: Measurement | None = None
 ) -> tuple[list[Prediction], str]:
     """Predictions within the time there is, and what went wrong, in words."""
     start = monotonic()

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -108,7 +109,9 @@ class CellWatch:
         self._looking: FirstTrainingCall | None = None
         self._trained_uncalled = False  # a model was updated before it was called
         self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
-        self._known: set[int] = set()  # optimizers that were there before, or have been looked at
+        self._known: set[int] = set()  # optimizers that were there before
+        self._looked_at: set[int] = set()  # those that have stepped
+        self._missed: weakref.ref[torch.optim.Optimizer] | None = None  # the one whose model is looked for
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -158,7 +161,7 @@ class CellWatch:
         _tell_apart(workload, [each.workload for each in self.sessions], self._name_of)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
-        require_compatible(workload, self._plan or Plan(), self.sessions)
+        require_compatible(workload, self._plan or Plan(), [each.workload for each in self.sessions])
         attached = session_of(workload.model)
         if self._device is None:
             where = (attached.workload if attached is not None else workload).device
@@ -204,12 +207,14 @@ class CellWatch:
             return
         with self._beside("looking for stale optimizers"):
             self.stale.stepped(optimizer, [each.workload for each in self.sessions])
-        if id(optimizer) in self._known:
+        if id(optimizer) in self._looked_at:
             return
         with self._beside("looking for further models"):
-            self._known.add(id(optimizer))
+            self._looked_at.add(id(optimizer))
             if not any(steps_some_of(optimizer, each.workload.model) for each in self.sessions):
                 # hooks of steps are being run: none can join them
+                self._missed = weakref.ref(optimizer)
+                self._calls.clear()
                 self._look(expects_closures=False)
 
     def _look(self, *, expects_closures: bool = True) -> None:
@@ -247,7 +252,8 @@ class CellWatch:
         calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
         holder = next((each for each in self.sessions if _holds(each.workload.model, called)), None)
         if holder is not None:
-            is_over = holder.workload.model is called and (holder.steps > 0 or calls > _MOST_CALLS_OF_A_STEP)
+            has_all = holder.steps > 0 and self._missed is None
+            is_over = holder.workload.model is called and (has_all or calls > _MOST_CALLS_OF_A_STEP)
             if is_over:
                 self._looking = None
             return is_over
@@ -264,6 +270,8 @@ class CellWatch:
         session = session_of(called)
         if not self.sessions:
             self.notes.thread = threading.get_ident()
+        if self._missed is not None and self._missed() in optimizers:
+            self._missed = None
         self.attach(session.workload if session is not None else Workload(called, optimizers))
         return bool(self.failure)
 
@@ -330,7 +338,9 @@ class CellWatch:
         """Choose the plan when a model is first called, for it and those before it."""
         if self._choose is None:
             return []
-        self._choosers.append(Chooser(session, self._choose, self._choosers))
+        self._choosers.append(
+            Chooser(session, self._choose, self._choosers, lambda: None if self._meter is None else self._meter.tape)
+        )
         return [self._choosers[-1]]
 
     def _watch(self, session: Session, observer: Observer) -> None:
@@ -382,7 +392,8 @@ class CellWatch:
         history = history_of(session.workload.model)
         for each, largest in zip(self.sessions, self._largest, strict=True):
             if largest.batch is not None and each.attached:
-                history_of(each.workload.model).batch = without_graph(largest.batch)
+                own = history_of(each.workload.model)
+                own.batch, own.tape = without_graph(largest.batch), meter.tape or own.tape
         notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
         history.add_steps(meter.steps, meter.times.steps_ended)

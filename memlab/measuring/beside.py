@@ -48,7 +48,7 @@ class Beside(Observer):
     def forward_begins(self, batch: Batch) -> None:
         self._is_inner = self._meter.in_forward
         if not self._is_inner:
-            self._meter.step_goes_on(batch)
+            self._meter.step_goes_on(self._number, batch)
         self._meter.call_begins(self._number, batch)
 
     def forward_ended(self, loss: torch.Tensor | None) -> None:

@@ -33,6 +33,11 @@ class Models:
     def __len__(self) -> int:
         return len(self._models)
 
+    @property
+    def all(self) -> Sequence[torch.nn.Module]:
+        """Return the models, in the order in which they were found."""
+        return self._models
+
     def add(self, model: torch.nn.Module, names: Sequence[str]) -> int:
         self._models.append(model)
         self.names = list(names)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.workload import Batch, Workload, describe_all, needs_closure
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
+from memlab.session.tape import Replay, Tape, tape_of
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
 
 # steps that are observed in detail and so not timed; see `Meter`
@@ -246,7 +248,6 @@ def _session_for(workload: Workload) -> Iterator[Session]:
 def _measured_in(
     sessions: Sequence[Session], workloads: Sequence[Workload], plan: Plan, steps: int, device: Device
 ) -> Measurement:
-    several = len(workloads) > 1
     meter = meter_of(sessions, device)
     sessions[0].observers.only([meter])
     for session, workload in zip(sessions[1:], workloads[1:], strict=True):
@@ -254,16 +255,36 @@ def _measured_in(
         session.observers.only([Beside(meter, number)])
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)
+    meter.tape = tape_of(workloads)
+    step = partial(_in_turn, workloads) if meter.tape is None else _replayed(workloads, meter.tape)
     try:
         meter.plan_changed(plan)
-        losses = [
-            sum(training_step(each, needs_loss=not several) for each in workloads)
-            for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)
-        ]
+        losses = [step() for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)]
         measurement = meter.measurement(plan)
     finally:
         meter.close()
     return _with(measurement, losses, tuple(note for each in sessions for note in each.notes))
+
+
+def _in_turn(workloads: Sequence[Workload]) -> float:
+    """One step of each workload; returns the sum of their losses."""
+    return sum(training_step(each, needs_loss=len(workloads) == 1) for each in workloads)
+
+
+def _replayed(workloads: Sequence[Workload], tape: Tape) -> Callable[[], float]:
+    """Return what runs the step of a loop as it was recorded; which of its numbers is a loss is not known."""
+    replay = Replay(
+        tape,
+        {id(each.model): each.model for each in workloads},
+        {id(optimizer): optimizer for each in workloads for optimizer in each.optimizers},
+    )
+    replay.begin()
+
+    def step() -> float:
+        replay.step()
+        return math.nan
+
+    return step
 
 
 def _with(measurement: Measurement, losses: list[float], notes: tuple[str, ...]) -> Measurement:

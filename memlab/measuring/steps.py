@@ -34,6 +34,7 @@ from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch
+from memlab.session.tape import Recorder, Tape
 
 # shorter steps are told of in part: at first twenty, then a few of each fifty
 _SHORT_SECONDS = 0.002
@@ -67,6 +68,8 @@ class Meter(Observer):
         self._step: OpenStep | None = None
         self.in_forward = False
         self._in_step = False
+        self.tape: Tape | None = None  # a step of a loop that trains several models; None as long as none was recorded
+        self._recorder: Recorder | None = None
 
     # -- what was measured ---------------------------------------------------------------------
 
@@ -130,6 +133,8 @@ class Meter(Observer):
 
     def take_in(self, model: torch.nn.Module, names: Sequence[str]) -> int:
         """Measure another model that trains in the same loop. Returns its number, for `call_begins`."""
+        period = self.times.period
+        period.observed_from = period.steps
         return self._models.add(model, names)
 
     def call_begins(self, number: int, batch: Batch) -> None:
@@ -153,18 +158,18 @@ class Meter(Observer):
         self._models.add_optimizer(optimizer)
 
     def forward_begins(self, batch: Batch) -> None:
-        self.step_goes_on(batch)
+        self.step_goes_on(1, batch)
         self.call_begins(1, batch)
 
     def forward_ended(self, loss: torch.Tensor | None) -> None:
         self.call_ended()
         self.forward_is_over(loss)
 
-    def step_goes_on(self, batch: Batch) -> None:
-        """A forward begins, of one or of several models within each other; the first one of a step begins the step."""
+    def step_goes_on(self, number: int, batch: Batch) -> None:
+        """A forward begins, of the model of a number; the first one of a step begins the step."""
         if self.in_forward:
             self.interrupted()
-        self._end_step_if_over()
+        self._end_step_if_over(goes_on=True)
         step = self._step
         if step is None:
             step = self._step = self._begin_step(batch)
@@ -172,8 +177,8 @@ class Meter(Observer):
             self._ledger.know(inputs_of(batch))
         step.forwards += 1
         self._turns.forward_begins()
-        step.samples += batch.rows
-        step.tokens += batch.tokens
+        step.rows[number] = step.rows.get(number, 0) + batch.rows
+        step.tokens_of[number] = step.tokens_of.get(number, 0) + batch.tokens
         self.in_forward = True
         if step.observed:
             self._ledger.phase = Phase.FORWARD
@@ -197,12 +202,19 @@ class Meter(Observer):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._in_step = True
+        if self._recorder is not None:
+            self._recorder.step_begins(optimizer)
         if self._step is not None and self._step.observed:
             self._ledger.phase = Phase.STEP
             self.gradients_complete()
 
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool = False) -> None:
         self._in_step = False
+        self._end_turn(optimizer, skipped)
+        if self._recorder is not None:
+            self._recorder.step_ended()
+
+    def _end_turn(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self.optimizer_found(optimizer)
         self._turns.stepped(id(optimizer))
         step = self._step
@@ -211,9 +223,12 @@ class Meter(Observer):
         if step.observed:
             self._ledger.phase = Phase.OTHER
         step.skipped = step.skipped or skipped
+        is_second = id(optimizer) in step.stepped
         step.stepped.add(id(optimizer))
-        if len(step.stepped) == len(self._models.optimizers):
+        if len(step.stepped) == len(self._models.optimizers) or (is_second and self._turns.expects(self._optimizers)):
+            self._turns.expect_no_other(self._optimizers)
             self._end_step(step)
+            self._record(step)
 
     def interrupted(self) -> None:
         """The loop broke off or stands still (an exception, the end of a cell): forget the step it was in.
@@ -225,6 +240,7 @@ class Meter(Observer):
         self._ledger.stop()
         self._ledger.phase = Phase.OTHER
         self._step = None
+        self._stop_recording()
         self.times.last_end = None
         self.in_forward = self._in_step = False
         self._models.interrupted()
@@ -265,14 +281,20 @@ class Meter(Observer):
         # at first each of several models makes a step of its own
         return since < OBSERVED_IN_A_ROW * len(self._models)
 
-    def _end_step_if_over(self) -> None:
-        """End a step that had waited for other optimizers, or that has none."""
+    @property
+    def _optimizers(self) -> set[int]:
+        return {id(each) for each in self._models.optimizers}
+
+    def _end_step_if_over(self, *, goes_on: bool = False) -> None:
+        """End a step that had waited for other optimizers, or that has none; those that never stepped may come if the loop goes on."""
         step = self._step
         if (
             step is not None
             and (step.stepped or not self._models.optimizers)
             and not self._turns.are_open(step.stepped)
+            and not (goes_on and self._turns.expects(self._optimizers))
         ):
+            self._stop_recording()
             self._end_step(step)
 
     def _end_step(self, step: OpenStep) -> None:
@@ -286,6 +308,20 @@ class Meter(Observer):
         if observation is not None:
             period.keep(observation, peaks, step.elsewhere_bytes)
             self._read_counters(period)
+
+    def _record(self, step: OpenStep) -> None:
+        """Record the next step of a loop that trains several models, if none was that is as large as the one that is over."""
+        if self._recorder is not None:
+            found = self._recorder.finish(step.samples)
+            self.tape, self._recorder = found or self.tape, None
+        elif len(self._models) > 1 and self._is_due() and (self.tape is None or self.tape.rows < step.samples):
+            self._recorder = Recorder(self._models.all, self._models.optimizers)
+            self._recorder.begin()
+
+    def _stop_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.drop()
+            self._recorder = None
 
     def _observation(self) -> Observation:
         self._ledger.know([*self._models.state(), *self._models.parameters()])
@@ -307,9 +343,12 @@ class Turns:
 
     def __init__(self) -> None:
         self._forwards = 0
-        # when an optimizer stepped, in forwards, and which have after a further forward
-        self._since: dict[int, tuple[int, set[int]]] = {}
-        self._between: dict[int, set[int]] = {}  # those that stepped between its last two steps
+        # when an optimizer stepped, in forwards, which have after a further forward, and how often
+        self._since: dict[int, tuple[int, list[int]]] = {}
+        # those that stepped between its last two steps, each as often as it did
+        self._between: dict[int, list[int]] = {}
+        self._latest = 0  # when one stepped last, in forwards
+        self._apart: set[int] = set()  # those that stepped after a forward of their own
 
     def forward_begins(self) -> None:
         """Note that a model is called."""
@@ -317,13 +356,31 @@ class Turns:
 
     def stepped(self, optimizer: int) -> None:
         """Note that an optimizer of this number has stepped."""
-        _, self._between[optimizer] = self._since.pop(optimizer, (0, set()))
+        _, self._between[optimizer] = self._since.pop(optimizer, (0, []))
         for forwards, others in self._since.values():
             if forwards < self._forwards:
-                others.add(optimizer)
-        self._since[optimizer] = (self._forwards, set())
+                others.append(optimizer)
+        self._since[optimizer] = (self._forwards, [])
+        (self._apart.add if self._forwards > self._latest else self._apart.discard)(optimizer)
+        self._latest = self._forwards
+
+    def expects(self, optimizers: Iterable[int]) -> bool:
+        """Return whether one of these has not stepped yet, and may still be to come in the first step."""
+        return any(each not in self._between for each in optimizers)
+
+    def expect_no_other(self, optimizers: Iterable[int]) -> None:
+        """Note that the first step is over: which of these had no turn by then is not waited for."""
+        for each in optimizers:
+            self._between.setdefault(each, [])
 
     def are_open(self, stepped: Iterable[int]) -> bool:
-        """Return whether optimizers that take turns with those that have stepped are still to come."""
+        """Return whether optimizers that take turns with those that have stepped are still to come.
+
+        One that steps after several steps of another is waited for as long as it took the last time.
+        """
         done = {*stepped}
-        return any(self._between.get(each, set()) - done for each in done)
+        return any({*self._between.get(each, ())} - done for each in done) or any(
+            not done.isdisjoint(self._between[each]) and len(others) <= len(self._between[each])
+            for each, (_, others) in self._since.items()
+            if each not in done and each in self._apart
+        )

@@ -77,13 +77,23 @@ class OpenStep:
 
     begin: TimeMark
     observed: bool
-    samples: int = 0
-    tokens: int = 0
+    rows: dict[int, int] = field(default_factory=dict)  # that each model was called with, by its number
+    tokens_of: dict[int, int] = field(default_factory=dict)  # likewise
     forwards: int = 0
     elsewhere_bytes: int = 0
     loss: torch.Tensor | None = None
     skipped: bool = False
     stepped: set[int] = field(default_factory=set)
+
+    @property
+    def samples(self) -> int:
+        """Rows of the step. A judge is called with real and with made ones, and again: the model that sees fewest sees each once."""
+        return min(self.rows.values(), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step, of the model that sees fewest."""
+        return min(filter(None, self.tokens_of.values()), default=0)
 
 
 @dataclass(slots=True)

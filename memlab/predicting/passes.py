@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memlab.hardware.roofline import Bill, Rates
@@ -34,7 +34,7 @@ class Passes:
     keep), and for a single row, which is spared copies of transposed tensors, each number of rows is traced.
     """
 
-    def __init__(self, tracer: Tracer, rates: Rates) -> None:
+    def __init__(self, tracer: Tracer, rates: Callable[[Plan], Rates]) -> None:
         self._tracer = tracer
         self._rates = rates
         self._traces: dict[tuple[Plan, int | None, bool, int | None], Trace] = {}
@@ -67,7 +67,7 @@ class Passes:
         if key not in self._first:
             whole, use_cache = rows == self._rows, self._uses_cache(settings, is_split=is_split)
             trace = self._tracer.first_pass(settings, None if whole else rows, use_cache=use_cache)
-            self._first[key] = segment_of(trace, self._rates)
+            self._first[key] = segment_of(trace, self._rates(settings))
         return self._first[key]
 
     def notes(self, settings: Plan, rows: int) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class Passes:
         key = (settings, rows, is_split, after)
         if key not in self._own:
             trace = whole if rows == whole.samples else self._trace(settings, rows, is_split=is_split, after=after)
-            self._own[key] = TracedPass(self._rates, trace, rows)
+            self._own[key] = TracedPass(self._rates(settings), trace, rows)
         return self._own[key]
 
     def _laid_side_by_side(self, settings: Plan, whole: Trace) -> TracedPass | None:
@@ -139,7 +139,7 @@ class Passes:
             if other is None:
                 return None
             self._growth.learn(whole, trace)
-        return TracedPass(self._rates, whole, rows, other)
+        return TracedPass(self._rates(settings), whole, rows, other)
 
     def _whole_outputs(self, settings: Plan) -> list[int]:
         whole = self.traced(without_budget(settings), self._rows, is_split=True)
@@ -157,7 +157,7 @@ class Passes:
         sizes = [whole[place] for place in self._kept(settings)]
         births = [(size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
         deaths = [(-size_bytes, place, ACTIVATIONS, OUTSIDE) for place, size_bytes in enumerate(sizes)]
-        return Segment([*births, *deaths], Bill.of([]), self._rates)
+        return Segment([*births, *deaths], Bill.of([]), self._rates(settings))
 
 
 def without_budget(settings: Plan) -> Plan:

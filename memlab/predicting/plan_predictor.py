@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from memlab.errors import RefusalError, TraceError
 from memlab.hardware.gpus import Gpu
-from memlab.measuring.runs import require_complete
+from memlab.measuring.runs import Workloads, each_of, require_complete
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
@@ -33,7 +33,9 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category, Measurement
-from memlab.runtime.workload import Workload, needs_closure
+from memlab.runtime.workload import needs_closure
+from memlab.session import require_compatible
+from memlab.session.tape import tape_of
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.trace.tracer import Trace, Tracer
@@ -111,18 +113,21 @@ class _Passed:
 
 
 class PlanPredictor:
-    """Traces one workload for one target, and puts plans together."""
+    """Traces one workload, or several of which a step is recorded, for one target, and puts plans together."""
 
-    def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
-        require_complete(workload, "a prediction")
+    def __init__(self, workloads: Workloads, device: str | Gpu | None = None) -> None:
+        workload, *others = each_of(workloads)
+        for each in (workload, *others):
+            require_complete(each, "a prediction")
         for optimizer in filter(needs_closure, workload.optimizers):
             raise TraceError(
                 f"{type(optimizer).__name__} evaluates the loss in its step as often as the values ask for, which a prediction "
                 "does not know; measure it instead: measure(workload, plan)"
             )
         self.target: Target = target_for(workload, device)
-        self._tracer = Tracer(workload, self.target.device, self.target.choices)
-        self._passes = Passes(self._tracer, self.target.rates)
+        self._tracer = Tracer(workload, self.target.device, self.target.choices, others)
+        self._tape = tape_of([workload, *others])
+        self._passes = Passes(self._tracer, self.target.rates_under)
         self._workspaces = levels({Category.WORKSPACES: sum(self.target.workspaces)})
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
@@ -136,7 +141,7 @@ class PlanPredictor:
     def learn(self, measured: Measurement) -> None:
         """Take from a measurement whether the loop holds the model's output until its next call, as `out = model(…)` does."""
         plan = Plan.of_label(measured.plan)
-        if plan.accumulation > 1:
+        if plan.accumulation > 1 or self._tape is not None:
             return
         try:
             predicted_bytes = sum(self.parts(plan).peak())
@@ -148,19 +153,24 @@ class PlanPredictor:
 
     @property
     def rows(self) -> int:
-        return self._passes.whole(Plan()).samples
+        return self._passes.whole(Plan()).samples if self._tape is None else self._tape.rows
 
     def refusal(self, plan: Plan) -> RefusalError | None:
         """Why a plan does not apply here; None when it does. Each setting of a technique is asked once."""
-        twin = self._tracer.twin.workload
+        twins = [twin.workload for twin in self._tracer.twins]
+        for number, twin in enumerate(twins):
+            if (refusal := _asked(require_compatible, twin, plan, twins[:number])) is not None:
+                return refusal
         for kind in TECHNIQUES:
             if not is_wanted(kind, plan):
                 continue
             key = (kind, kind.setting(plan))
             if key not in self._refusals:
                 technique = kind(plan)
-                asked = [_asked(technique.check, twin)]
-                asked += [_asked(technique.check_optimizer, optimizer) for optimizer in twin.optimizers]
+                asked = [_asked(technique.check, twin) for twin in twins]
+                asked += [
+                    _asked(technique.check_optimizer, optimizer) for twin in twins for optimizer in twin.optimizers
+                ]
                 self._refusals[key] = next((refusal for refusal in asked if refusal), None)
             if (refusal := self._refusals[key]) is not None:
                 return refusal
@@ -175,7 +185,9 @@ class PlanPredictor:
     def parts(self, plan: Plan) -> Parts:
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
-        is_woven = plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None
+        is_woven = (
+            self._tape is not None or plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None
+        )
         parts = self._traced(plan) if is_woven else self._composed(plan)
         if not self._holds_outputs or plan.accumulation > 1:
             return parts
@@ -190,11 +202,12 @@ class PlanPredictor:
         return self._tracer.twin.workload.loss_fn is not None or self._passes.whole(Plan()).has_surrogate_loss
 
     def _traced(self, plan: Plan) -> Parts:
-        first, second = self._tracer.steps(plan)
+        tape = self._tape
+        first, second = self._tracer.steps(plan) if tape is None else self._tracer.steps_of_tape(plan, tape)
         trace = max((first, second), key=lambda one: one.observation.peak_bytes)
         return Parts(
             base=added(levels(trace.observation.baseline_bytes), self._workspaces),
-            segments=(segment_of(trace, self.target.rates),),
+            segments=(segment_of(trace, self.target.rates_under(plan)),),
             samples=trace.samples,
             tokens=trace.tokens,
             host_bytes=trace.host_bytes,
@@ -257,7 +270,7 @@ class PlanPredictor:
         if settings not in self._replayed:
             self._replayed[settings] = self._tracer.passes_in_parts(settings)
         first, trace = self._replayed[settings]
-        segment, look = (segment_of(each, self.target.rates) for each in (trace, first))
+        segment, look = (segment_of(each, self.target.rates_under(settings)) for each in (trace, first))
         return _Passed([segment], trace.host_bytes, trace.notes, look)
 
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
@@ -296,11 +309,11 @@ class PlanPredictor:
         return self._updates[settings]
 
 
-def _asked(question: Callable[..., None], about: object) -> RefusalError | None:
+def _asked(question: Callable[..., None], *about: object) -> RefusalError | None:
     try:
-        question(about)
+        question(*about)
     except RefusalError as refusal:
-        return refusal
+        return refusal.with_traceback(None)  # kept: its frames would keep what the loop has made by now
     return None
 
 

@@ -1,6 +1,7 @@
 """`predict` and `predict_all`: what plans would cost, before any is applied.
 
-Several models that train together are predicted each by itself and added up:
+Several models that train together are predicted from a step of their loop, where one was recorded (`memlab.session.tape`).
+Elsewhere each is predicted by itself, and they are added up:
 
 1. All have the same plan. What one of them refuses, all do.
 2. The peak is that of one model's own step while the others hold what they always hold: parameters, gradients and
@@ -15,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from memlab.errors import RefusalError, TraceError
+from memlab.errors import RefusalError, TraceError, WorkloadError
 from memlab.hardware.gpus import Gpu
 from memlab.measuring.runs import Workloads, say_when_long
 from memlab.plan import Plan
@@ -26,16 +27,18 @@ from memlab.predicting.segments import by_name
 from memlab.predicting.targets import interval_seconds
 from memlab.records import Category, Measurement, Prediction, TimelinePoint, thin
 from memlab.runtime.workload import Workload
+from memlab.session.tape import tape_of
 from memlab.units import format_bytes
 
 
 def predict(
-    workload: Workload, plan: Plan | str = "", device: str | Gpu | None = None, *, measured: Measurement | None = None
+    workload: Workloads, plan: Plan | str = "", device: str | Gpu | None = None, *, measured: Measurement | None = None
 ) -> Prediction:
     """Predict memory and time of a plan, without applying it.
 
     Args:
-        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
+        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss); several, where a step of
+            the loop that trains them is recorded.
         plan: a plan, or its flags.
         device: a GPU of the catalogue to predict it for, or its name; by default the device the model is on.
         measured: a measurement of any plan on this device: times are calibrated by it, and it tells whether the loop
@@ -58,6 +61,8 @@ def predict(
         1050624
     """
     wanted = Plan.of(plan)
+    if not isinstance(workload, Workload) and tape_of(workload) is None:
+        raise WorkloadError("predict: no step of a loop that trains these models is recorded; use predict_all")
     predictor = _predictor(workload, device, measured)
     return _calibrated([_prediction(predictor, wanted)], measured, predictor)[0]
 
@@ -88,7 +93,7 @@ def predict_all(
         WorkloadError: no batch or no optimizer.
         MemlabError: no such GPU in the catalogue.
     """
-    if not isinstance(workload, Workload):
+    if not isinstance(workload, Workload) and tape_of(workload) is None:
         asked = None if plans is None else list(plans)
         of_each = [predict_all(each, device, plans=asked, progress=progress) for each in workload]
         return of_all(of_each, [each.name for each in workload])
@@ -117,7 +122,7 @@ def predicted_by(predictor: PlanPredictor, plan: Plan, measured: Measurement | N
     return _calibrated([_prediction_or_refusal(predictor, plan)], measured, predictor)[0]
 
 
-def _predictor(workload: Workload, device: str | Gpu | None, measured: Measurement | None) -> PlanPredictor:
+def _predictor(workload: Workloads, device: str | Gpu | None, measured: Measurement | None) -> PlanPredictor:
     predictor = PlanPredictor(workload, device)
     if measured is not None:
         predictor.learn(measured)
@@ -136,6 +141,7 @@ def _prediction_or_refusal(predictor: PlanPredictor, plan: Plan) -> Prediction:
     try:
         return _prediction(predictor, plan)
     except (RefusalError, TraceError) as refusal:
+        refusal.__traceback__ = None  # it is kept, and would keep the frames of the loop
         return Prediction(
             plan=plan.label,
             device=predictor.target.name,

@@ -18,6 +18,7 @@ from memlab.hardware.gpus import Gpu, gpu, gpus
 from memlab.hardware.roofline import Rates, rates_of
 from memlab.measuring.device import device_for
 from memlab.measuring.host_rates import host_rates
+from memlab.plan import Plan, Precision
 from memlab.runtime.cuda_room import workspaces
 from memlab.runtime.workload import Workload
 from memlab.trace.tracer import Choices
@@ -44,6 +45,13 @@ class Target:
     settings: Settings | None  # of the caching allocator; None where there is none
     workspaces: tuple[int, ...]  # sizes in bytes of what libraries allocate once and keep
     memory_shares: tuple[float, float]  # how far below and above the prediction a peak may lie
+    rates_in_tf32: Rates | None = None  # how fast it works where products of fp32 may be rounded; None on a CPU
+
+    def rates_under(self, plan: Plan) -> Rates:
+        """How fast it works under a plan; one that says nothing of tf32 leaves it as this process has it."""
+        is_kept = plan.precision not in (Precision.FP32, Precision.TF32)
+        is_rounded = torch.get_float32_matmul_precision() != "highest" if is_kept else plan.precision is Precision.TF32
+        return self.rates_in_tf32 if is_rounded and self.rates_in_tf32 is not None else self.rates
 
     def interval_bytes(self, needed_bytes: int) -> tuple[int, int]:
         """Lowest and highest peak that would be no surprise."""
@@ -86,6 +94,7 @@ def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
     return Target(
         name=model.name,
         rates=rates_of(model),
+        rates_in_tf32=rates_of(model, allow_tf32=True),
         device=torch.device("cuda"),
         compute_capability=model.compute_capability,
         choices=Choices(entered, partial(hidden_bytes, gpu=model)),

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +37,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from memlab.runtime.lazy import LazyTensor
-from memlab.runtime.loop_mode import LoopMode
+from memlab.runtime.loop_mode import UncompiledMode
 from memlab.runtime.rng import RandomState
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class _Saved:
         self.held.clear()
 
 
-class LoopCode(LoopMode):
+class LoopCode(UncompiledMode):
     """Watches the functions of torch that the loop calls itself."""
 
     def __init__(self, owner: Rescuer) -> None:
@@ -98,24 +97,6 @@ class LoopCode(LoopMode):
         self.graph_is_kept_for_itself = False
         self._keeps_all = False  # what was saved is needed until the end of it
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
-
-    def begin(self) -> None:
-        if has_compiled_code():
-            return
-        callbacks = _compilers_callbacks()
-        if callbacks is not None and self._step_aside not in callbacks.start_callbacks:
-            callbacks.register_start_callback(self._step_aside)
-        super().begin()
-
-    def end(self) -> None:
-        super().end()
-        # asked of the list itself: what is noted beside it would be wrong where a Ctrl-C comes between the two
-        callbacks = _compilers_callbacks()
-        while callbacks is not None and self._step_aside in callbacks.start_callbacks:
-            callbacks.remove_start_callback(self._step_aside)
-
-    def _step_aside(self, _compiling: Any) -> None:
-        super().end()
 
     # -- what is held ---------------------------------------------------------------------------
 
@@ -359,21 +340,6 @@ def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
         for leaf, gradient in before:
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
-
-
-def _compilers_callbacks() -> Any:
-    """Return the callbacks of torch's compiler for when it begins to compile; None as long as it is not imported."""
-    dynamo = sys.modules.get("torch._dynamo.callback")
-    return None if dynamo is None else dynamo.callback_handler
-
-
-def has_compiled_code() -> bool:
-    """Return whether ``torch.compile`` has compiled anything in this process, and so may have code of the loop's.
-
-    Functions that were only marked for it, as libraries do when they are imported, are none yet.
-    """
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return dynamo is not None and dynamo.FRAME_COUNTER > 0
 
 
 # what is asked of tensors and gradients without computing anything

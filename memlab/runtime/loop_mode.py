@@ -7,6 +7,7 @@ Between two cells of a notebook there is no loop, and none of these modes (`paus
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class LoopMode(TorchFunctionMode):
     """
 
     _has_begun = False
+    _is_on_top = (
+        False  # whether it hears of a function before other modes of this kind, which may call others in its place
+    )
 
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""
@@ -40,6 +44,8 @@ class LoopMode(TorchFunctionMode):
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if self not in stack:
             base = 1 if stack and stack[0] is _default_device() else 0
+            while self._is_on_top and base < len(stack) and isinstance(stack[base], LoopMode):
+                base += 1
             _restack([*stack[:base], self, *stack[base:]])
 
     def end(self) -> None:
@@ -53,6 +59,28 @@ class LoopMode(TorchFunctionMode):
             return  # it is another thread's
         _paused.discard(self)
         self._has_begun = False
+
+
+class UncompiledMode(LoopMode):
+    """A mode that stays away from code which ``torch.compile`` makes: Dynamo would trace into it."""
+
+    def begin(self) -> None:
+        if has_compiled_code():
+            return
+        callbacks = _compilers_callbacks()
+        if callbacks is not None and self._step_aside not in callbacks.start_callbacks:
+            callbacks.register_start_callback(self._step_aside)
+        super().begin()
+
+    def end(self) -> None:
+        super().end()
+        # asked of the list itself: what is noted beside it would be wrong where a Ctrl-C comes between the two
+        callbacks = _compilers_callbacks()
+        while callbacks is not None and self._step_aside in callbacks.start_callbacks:
+            callbacks.remove_start_callback(self._step_aside)
+
+    def _step_aside(self, _compiling: Any) -> None:
+        super().end()
 
 
 _paused: set[LoopMode] = set()
@@ -85,3 +113,18 @@ def _restack(modes: list[TorchFunctionMode]) -> None:
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in modes:
             _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def _compilers_callbacks() -> Any:
+    """Return the callbacks of torch's compiler for when it begins to compile; None as long as it is not imported."""
+    dynamo = sys.modules.get("torch._dynamo.callback")
+    return None if dynamo is None else dynamo.callback_handler
+
+
+def has_compiled_code() -> bool:
+    """Return whether ``torch.compile`` has compiled anything in this process, and so may have code of the loop's.
+
+    Functions that were only marked for it, as libraries do when they are imported, are none yet.
+    """
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return dynamo is not None and dynamo.FRAME_COUNTER > 0

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import compress, islice
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from memlab.errors import WorkloadError
 from memlab.runtime.tree import tensors_in
+
+if TYPE_CHECKING:
+    from memlab.session.tape import Tape
 
 _Kind = TypeVar("_Kind")
 
@@ -131,6 +134,7 @@ class Workload:
 
     Attributes:
         trained_on: the device, while an engine keeps parameters elsewhere between uses.
+        tape: a step of the loop that trains it with other models, where one was recorded.
 
     Raises:
         WorkloadError: not a module, no trainable parameter, or an optimizer that steps none of the
@@ -161,6 +165,7 @@ class Workload:
         self.scheduler = scheduler
         self.name = name or _model_name(self.model)
         self.trained_on: torch.device | None = None
+        self.tape: Tape | None = None
         self._check()
 
     @property

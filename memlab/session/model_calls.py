@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from memlab.rescue.guard import Start
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.workload import Batch
+from memlab.session.tape import recorder_here
 
 if TYPE_CHECKING:
     from memlab.session.session import Session
@@ -35,6 +37,13 @@ class ModelCalls:
 
     def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one call; a training call may first bring another plan into force."""
+        recorder = recorder_here()
+        if recorder is not None:
+            run = partial(self._run_wholly, original)
+            return recorder.call(self._session.workload.model, run, args, kwargs)
+        return self._run_wholly(original, *args, **kwargs)
+
+    def _run_wholly(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         in_force = self._session.switching.in_force
         is_within = in_force.is_in_call
         try:

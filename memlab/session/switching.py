@@ -114,7 +114,7 @@ class Switching:
             RefusalError: a technique does not apply here; the old plan stays in force.
         """
         self._position.end_own_step()
-        require_compatible(self._workload, plan, self._companions())
+        require_compatible(self._workload, plan, [each.workload for each in self._companions()])
         with uninterrupted():
             before = self.in_force.plan
             self.in_force.change(plan, to_the_end=to_the_end)

@@ -59,32 +59,32 @@ def train_together(together: Sequence[Session]) -> None:
         each.train_with(other for other in together if other is not each)
 
 
-def require_compatible(workload: Workload, plan: Plan, others: Sequence[Session]) -> None:
+def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload]) -> None:
     """Refuse settings that one of several models cannot have by itself."""
     changed = plan.changes()
     if not others or not changed:
         return
-    names = f"{others[0].workload.name} and {workload.name}"
+    names = f"{others[0].name} and {workload.name}"
     if "gradients" in changed or plan.precision == "fp16":
         raise RefusalError(
             "session",
             f"this cell trains {names}, and {plan.label} treats the gradients of each as those of its own loss",
             "leave out --release-grads and --fp16, or name one model with --model",
         )
-    sharing = [each for each in others if any(steps_some_of(one, workload.model) for one in each.workload.optimizers)]
+    sharing = [each for each in others if any(steps_some_of(one, workload.model) for one in each.optimizers)]
     if not sharing:
         return
     offloaded = {str(what) for what, _ in plan.offload}
     is_of_optimizer = plan.optimizer is not Plan().optimizer or "optimizer" in offloaded
     of_calls = {spec.name for spec in FIELDS if spec.is_of_calls}
     is_of_calls = {*changed} <= {*of_calls, "precision", "offload", "optimizer"} and plan.precision in ("keep", "bf16")
-    own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].workload.optimizers))
+    own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].optimizers))
     if is_of_calls and offloaded <= {"activations", "optimizer"} and (not is_of_optimizer or own == theirs):
         return
-    shared = next(one for one in sharing[0].workload.optimizers if steps_some_of(one, workload.model))
+    shared = next(one for one in sharing[0].optimizers if steps_some_of(one, workload.model))
     raise RefusalError(
         "session",
-        f"one {type(shared).__name__} updates {sharing[0].workload.name} and {workload.name}, so {plan.label} cannot be "
+        f"one {type(shared).__name__} updates {sharing[0].name} and {workload.name}, so {plan.label} cannot be "
         "applied to each by itself",
         "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload "
         "activations,optimizer",

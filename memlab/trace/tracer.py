@@ -33,6 +33,7 @@ from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import Session, fit
+from memlab.session.tape import Replay, Tape
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Layout, row_ranges
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
@@ -94,15 +95,23 @@ class Tracer:
         workload: the live objects with a batch; never touched.
         device: the device the twin says it is on; by default the workload's.
         choices: what makes operators choose as on that device.
+        others: those of the other models that train in the same loop.
 
     Raises:
         TraceError: the model cannot be copied.
     """
 
-    def __init__(self, workload: Workload, device: torch.device | None = None, choices: Choices | None = None) -> None:
-        self._live = workload
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device | None = None,
+        choices: Choices | None = None,
+        others: Sequence[Workload] = (),
+    ) -> None:
+        self._live = [workload, *others]
         self._choices = choices or Choices()
         self.twin = Twin(workload, device)
+        self.twins = [self.twin, *(Twin(other, device, self.twin) for other in others)]
         # modules of the twin that are marked in passes (see `memlab.trace.marks`)
         self.marked: Sequence[nn.Module] = ()
         self._fakes = FastFakes(self.twin.fake_mode)
@@ -120,6 +129,58 @@ class Tracer:
         """
         with self._session(plan) as (session, seen):
             return [self._step(session, seen) for _ in range(_STEPS)]
+
+    def steps_of_tape(self, plan: Plan, tape: Tape) -> list[Trace]:
+        """Trace steps of a loop that trains several models, as they were recorded; else as `steps`."""
+        with self._sessions(plan) as all_of_them:
+            pairs = [(live, twin.workload) for live, twin in zip(self._live, self.twins, strict=True)]
+            replay = Replay(
+                tape,
+                {id(live.model): twin.model for live, twin in pairs},
+                {id(a): b for live, twin in pairs for a, b in zip(live.optimizers, twin.optimizers, strict=True)},
+                self.twin.stand_in,
+            )
+            if any(optimizer.state for each in self._live for optimizer in each.optimizers):
+                self._make_state(seen for _, seen in all_of_them)
+            all_of_them[0][1].recorder.start()
+            replay.begin()
+            return [self._step_of_tape(replay, all_of_them) for _ in range(_STEPS)]
+
+    def _make_state(self, models: Iterable[_StepObserver]) -> None:
+        """Take a first update, for steps of which none is the first."""
+        for seen in models:
+            seen.recorder.start()
+            for parameter in seen.workload.model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            self._update(seen)
+            seen.workload.model.zero_grad(set_to_none=True)
+
+    def _step_of_tape(self, replay: Replay, all_of_them: Sequence[tuple[Session, _StepObserver]]) -> Trace:
+        recorder = all_of_them[0][1].recorder
+        recorder.begin(
+            holding  # none of them is kept: the loop drops gradients
+            for session, seen in all_of_them
+            for of in (
+                parameters_of(seen.workload.model),
+                gradients_of(seen.workload.model),
+                _held(session),
+                state_of(seen.workload.optimizers),
+            )
+            for holding in of
+        )
+        for _, seen in all_of_them:
+            seen.start()
+        replay.step()
+        for _, seen in all_of_them:
+            recorder.know([*state_of(seen.workload.optimizers), *parameters_of(seen.workload.model)])
+        found = [seen.finish(session) for session, seen in all_of_them]
+        return replace(
+            found[0],
+            samples=min(each.samples for each in found),
+            tokens=min((each.tokens for each in found if each.tokens), default=0),
+            host_bytes=sum(each.host_bytes for each in found),
+            notes=tuple(dict.fromkeys(note for each in found for note in each.notes)),
+        )
 
     @property
     def uses_cache(self) -> bool:
@@ -339,33 +400,40 @@ class Tracer:
 
     @contextmanager
     def _session(self, plan: Plan, before: Iterable[Holding] | None = None) -> Iterator[tuple[Session, _StepObserver]]:
-        """A session on the twin that is being recorded; everything is put back afterwards.
+        with self._sessions(plan, before) as all_of_them:
+            yield all_of_them[0]
+
+    @contextmanager
+    def _sessions(
+        self, plan: Plan, before: Iterable[Holding] | None = None
+    ) -> Iterator[list[tuple[Session, _StepObserver]]]:
+        """A session on each twin that is being recorded; everything is put back afterwards.
 
         Args:
-            plan: of the session.
+            plan: of the sessions.
             before: what lives before the plan is applied, where that is recorded, too.
         """
-        model = self.twin.workload.model
-        recorder = Recorder(self._fakes, work_of, live_tensors(self._live), self._choices.hidden_bytes)
-        gradients = _GradientsBefore(self._live)
+        models = [twin.workload.model for twin in self.twins]
+        live = (tensor for each in self._live for tensor in live_tensors(each))
+        recorder = Recorder(self._fakes, work_of, live, self._choices.hidden_bytes)
+        gradients = [_GradientsBefore(each) for each in self._live]
         # globals, closures and classes that the twin's forward reaches are the user's
-        reached = State.of_model(model, torch.device("cpu"))
+        reached = [State.of_model(model, torch.device("cpu")) for model in models]
         try:
-            with (
-                _undisturbed(),
-                self._choices.entered(),
-                _watched_model(model, recorder),
-                loop_is_known(),
-                ExitStack() as stack,
-            ):
+            with _undisturbed(), self._choices.entered(), loop_is_known(), ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(_watched_model(model, recorder))
                 if before is not None:
                     recorder.begin(before)
                     recorder.start()
-                session = stack.enter_context(fit(self.twin.workload, plan))
-                model.train()
-                seen = _StepObserver(recorder, self.twin.workload, list(self.twin.notes))
-                session.observers.only([seen])
-                yield session, seen
+                found = []
+                for twin in self.twins:
+                    session = stack.enter_context(fit(twin.workload, plan))
+                    twin.workload.model.train()
+                    seen = _StepObserver(recorder, twin.workload, list(twin.notes))
+                    session.observers.only([seen])
+                    found.append((session, seen))
+                yield found
                 recorder.stop()
         except MemlabError:
             raise
@@ -377,9 +445,12 @@ class Tracer:
             ) from error
         finally:
             recorder.close()
-            reached.restore()
-            self.twin.forget()
-            gradients.check()
+            for state in reached:
+                state.restore()
+            for twin in self.twins:
+                twin.forget()
+            for each in gradients:
+                each.check()
 
 
 class _StepObserver(LedgerObserver):

@@ -54,13 +54,22 @@ class TwinWorkload(Workload):
 
 
 class Twin:
-    """The fake counterpart of a workload. Raises `TraceError`: the model cannot be copied."""
+    """The fake counterpart of a workload. Raises `TraceError`: the model cannot be copied.
 
-    def __init__(self, workload: Workload, device: torch.device | None = None) -> None:
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # the mode all fake tensors belong to
+    Args:
+        workload: the live objects.
+        device: the device the twin says it is on; by default the workload's.
+        beside: the twin of a model that trains in the same loop; what both have in common they share.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device | None = None, beside: Twin | None = None) -> None:
+        # the mode all fake tensors belong to
+        self.fake_mode: FakeTensorMode = (
+            FakeTensorMode(allow_non_fake_inputs=True) if beside is None else beside.fake_mode
+        )
         self.notes: list[str] = []  # what was left behind, in words
         self._live = workload
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, Any] = {} if beside is None else beside._memo
         model = self._copied_model(workload.model)
         self._leave_hooks_behind(model)
         loss_fn = workload.loss_fn
@@ -136,8 +145,20 @@ class Twin:
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad) if made.is_floating_point() else made
 
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a tensor of the live objects, or of their loop."""
+        if id(tensor) not in self._memo:
+            self._memo[id(tensor)] = self._counterpart(tensor)
+        made: torch.Tensor = self._memo[id(tensor)]
+        return made
+
     def _copied_optimizer(self, live: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if id(live) in self._memo:  # it steps another model's as well
+            shared: torch.optim.Optimizer = self._memo[id(live)]
+            shared.param_groups = [self._copied_group(group) for group in live.param_groups]
+            return shared
         twin: torch.optim.Optimizer = object.__new__(type(live))
+        self._memo[id(live)] = twin
         kept = {name: value for name, value in live.__dict__.items() if name != "step"}  # schedulers patch step
         twin.__dict__.update(kept)
         twin.__dict__.update({name: OrderedDict() for name in kept if name.endswith("_hooks")})
@@ -157,9 +178,7 @@ class Twin:
                 return Batch(*tree_map(copied, (leaf.args, dict(leaf.kwargs))))
             if not isinstance(leaf, torch.Tensor):
                 return self._copied_if_possible(leaf)  # mappings and records of other classes hold tensors too
-            if id(leaf) not in self._memo:  # labels may be the very tensor the inputs are
-                self._memo[id(leaf)] = self._counterpart(leaf)
-            return self._memo[id(leaf)]
+            return self.stand_in(leaf)  # labels may be the very tensor the inputs are
 
         return tree_map(copied, batch)
 

@@ -396,3 +396,26 @@ def test_devices_by_kind():
     assert isinstance(device_for(CPU), CpuDevice)
     with pytest.raises(WorkloadError, match="device meta: memory is measured on cpu and cuda"):
         device_for(torch.device("meta"))
+
+
+@pytest.mark.parametrize("judged", [1, 2, 3])
+def test_a_judge_that_is_updated_several_times_is_in_one_step_with_its_generator(judged: int) -> None:
+    loop = Loop()
+    head = torch.nn.Parameter(torch.zeros(3))
+    other = torch.optim.SGD([head], lr=0.1)
+    loop.meter.optimizer_found(other)
+
+    def turn(times: int) -> None:
+        for _ in range(times):
+            loop.step(1)
+        loop.forward()
+        loop.meter.step_begins(other)
+        loop.meter.step_ended(other)
+
+    for _ in range(6):
+        turn(judged)
+    # in the first turn nobody knows how often the judge is updated
+    assert [record.samples for record in loop.meter.steps][-3:] == [16 * (judged + 1)] * 3
+    loop.step(2 * judged + 3)
+    assert len(loop.meter.steps) > 6, "a generator that is trained no more is not waited for"
+    loop.meter.close()

@@ -186,7 +186,7 @@ def test_every_storage_of_a_pass_dies_once(tracers: dict[str, Tracer], rates: Ra
 @pytest.mark.parametrize("parts", [2, 3, 4, 8])
 def test_passes_of_a_split_batch_hold_all_rows(parts: int, rates: Rates) -> None:
     workload = family("bert classifier")
-    passes = Passes(Tracer(workload), rates)
+    passes = Passes(Tracer(workload), lambda _: rates)
     sizes = [8 // parts + (place < 8 % parts) for place in range(parts)]
     segments = passes.segments(Plan(), sizes)
     assert len(segments) in (parts, parts + 1)  # small outputs are put together at the end

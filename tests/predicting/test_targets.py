@@ -145,3 +145,17 @@ def test_intervals_hold_the_prediction(workload: Workload) -> None:
         shortest, longest = interval_seconds(1.0, calibrated=calibrated)
         assert 0 < shortest < 1.0 < longest
     assert interval_seconds(1.0, calibrated=True)[0] > interval_seconds(1.0, calibrated=False)[0]
+
+
+def test_tf32_is_predicted_at_its_own_rate() -> None:
+    model = nn.Linear(1024, 1024)
+    wide = Workload(model, torch.optim.SGD(model.parameters()), (torch.zeros(8192, 1024),), name="wide")
+    fp32, tf32 = (predict(wide, f"--precision {each}", "A100 80GB").step_seconds for each in ("fp32", "tf32"))
+    assert tf32 < 0.5 * fp32
+    assert predict(wide, "", "A100 80GB").step_seconds == fp32
+    torch.set_float32_matmul_precision("high")  # as the loop has set it
+    try:
+        assert predict(wide, "", "A100 80GB").step_seconds == tf32
+        assert predict(wide, "--precision fp32", "A100 80GB").step_seconds == fp32
+    finally:
+        torch.set_float32_matmul_precision("highest")

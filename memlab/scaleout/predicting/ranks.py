@@ -169,8 +169,8 @@ class RankPredictor:
         model = self._tracer.twin.workload.model
         modules, blocks = _marked(model)
         self._tracer.marked = modules
-        self._passes = Passes(self._tracer, self.target.rates)
-        self._passes_that_keep_parameters = Passes(self._tracer, self.target.rates)
+        self._passes = Passes(self._tracer, self.target.rates_under)
+        self._passes_that_keep_parameters = Passes(self._tracer, self.target.rates_under)
         self.shape = _shape(self._tracer.twin.workload, modules, blocks)
         self._plain: Trace | None = None
         self._flats: dict[Flats, Trace] = {}

@@ -1,0 +1,389 @@
+"""`Tape`: one step of a loop that trains several models, recorded while it runs, to be run again with others in their place.
+
+What a loop computes between its model calls (criteria, noise, penalties, clipping) is known to nobody but the loop. Rules of the tape:
+
+1. It holds, in order, the calls of the models, the steps of their optimizers, and every function of torch that the loop itself
+   calls, with numbers in place of tensors. Which way the loop went, and what it read from tensors, are the step's that was recorded.
+2. It goes from the end of one step to the end of the next, so that a `zero_grad()` anywhere is on it.
+3. A tensor is let go of where the loop did. What died in a backward pass was held by the graph alone, and is let go of before it.
+   What outlives the step is replaced when the next one makes it again, as a variable is.
+4. What the loop was given (batches) is kept by reference. A tensor with a graph that comes from nowhere, a model call within an
+   optimizer's step and a step of too many functions make a tape void, with the reason in words.
+5. Where anything was compiled by ``torch.compile`` nothing is recorded (`memlab.runtime.loop_mode`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memlab.errors import WorkloadError
+from memlab.runtime.loop_mode import UncompiledMode
+from memlab.runtime.tree import Structure, flatten, holds_tensors, tensors_in
+from memlab.runtime.workload import Workload
+
+_MOST_ENTRIES = 20_000
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+# recorders by the thread whose loop they follow
+_recorders: dict[int, Recorder] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A tensor that the loop has made, or was given."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A parameter or buffer."""
+
+    model: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a model."""
+
+    model: int
+    is_training: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """A step of an optimizer."""
+
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One thing that the loop did."""
+
+    what: Callable[..., Any] | _Call | _Update
+    leaves: Sequence[Any]
+    structure: Structure
+    mode: tuple[bool, str, torch.dtype | None]  # whether graphs are made; device type and dtype of autocast, if any
+    results: list[int] = field(default_factory=list)  # numbers of the tensors that came out
+    before: list[int] = field(default_factory=list)  # numbers of those that are let go of before it
+    after: list[int] = field(default_factory=list)  # and after it
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A recorded step."""
+
+    entries: Sequence[_Entry]
+    given: Mapping[int, torch.Tensor]  # what the loop was given, by number
+    gradients: Sequence[_Part]  # parameters that have a gradient when it begins
+    models: tuple[weakref.ref[nn.Module], ...]
+    optimizers: tuple[weakref.ref[Optimizer], ...]
+    rows: int  # of a step
+    problem: str = ""  # why it cannot be run again; empty when it can
+
+    def is_of(self, workloads: Sequence[Workload]) -> bool:
+        """Return whether it is of these models and optimizers, in any order."""
+        optimizers = {id(optimizer) for each in workloads for optimizer in each.optimizers}
+        return {id(model()) for model in self.models} == {id(each.model) for each in workloads} and optimizers == {
+            id(optimizer()) for optimizer in self.optimizers
+        }
+
+
+def tape_of(workloads: Sequence[Workload]) -> Tape | None:
+    """Return the step that was recorded of the loop that trains several models; None where none was.
+
+    Raises:
+        WorkloadError: one was, and cannot be run again.
+    """
+    tape = workloads[0].tape
+    if len(workloads) < 2 or tape is None or not tape.is_of(workloads):
+        return None
+    if tape.problem:
+        names = " and ".join(each.name for each in workloads)
+        raise WorkloadError(
+            f"a step of the loop that trains {names} cannot be run by itself: {tape.problem}; measure plans in the loop, as in "
+            "%%memfit --checkpoint"
+        )
+    return tape
+
+
+class _Alive(weakref.ref[torch.Tensor]):
+    """A tensor with a number."""
+
+    __slots__ = ("key", "number")
+
+    number: int
+    key: int
+
+
+def recorder_here() -> Recorder | None:
+    """Return what records the loop of this thread; None for nothing."""
+    return _recorders.get(threading.get_ident()) if _recorders else None
+
+
+class Recorder(UncompiledMode):
+    """Records one step of the loop on this thread, from `begin` to `finish`."""
+
+    _is_on_top = True
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        super().__init__()
+        self._models = tuple(models)
+        self._optimizers = tuple(optimizers)
+        self._places = {
+            id(tensor): _Part(number, place)
+            for number, model in enumerate(models)
+            for place, tensor in enumerate(_parts_of(model))
+        }
+        self._known: dict[int, _Alive] = {}
+        self._gone: deque[_Alive] = deque()
+        self._given: dict[int, torch.Tensor] = {}
+        self._entries: list[_Entry] = []
+        self._numbers = 0
+        self._within: _Entry | None = None  # the call or step under way
+        self._was_missing = False  # whether it was not there when it should have been
+        self._problem = ""
+
+    def begin(self) -> None:
+        parts = (
+            (place, tensor)
+            for model in self._models
+            for tensor in model.parameters()
+            if (place := self._places[id(tensor)])
+        )
+        self._gradients = [place for place, tensor in parts if tensor.grad is not None]
+        _recorders[threading.get_ident()] = self
+        super().begin()
+
+    def drop(self) -> None:
+        """Stop recording, and keep nothing."""
+        self.end()
+        for thread in [thread for thread, recorder in _recorders.items() if recorder is self]:
+            del _recorders[thread]
+        self._known.clear()
+        self._given, self._entries = {}, []
+
+    def finish(self, rows: int) -> Tape | None:
+        """Stop recording; return the tape, or None where code that was compiled was in the way."""
+        self._note_gone(self._entries[-1].after if self._entries else [])
+        whole, given, problem = self._entries, self._given, self._problem
+        if any(tensor.grad_fn is not None for tensor in given.values()):
+            problem = problem or "a tensor with a graph was made where torch does not tell of it"
+        was_there = not self._was_missing
+        models = tuple(weakref.ref(model) for model in self._models)
+        optimizers = tuple(weakref.ref(optimizer) for optimizer in self._optimizers)
+        self.drop()
+        return Tape(whole, given, self._gradients, models, optimizers, rows, problem) if was_there else None
+
+    # -- what is recorded ----------------------------------------------------------------------
+
+    def call(self, model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call of a model, and record it as one."""
+        number = next((number for number, each in enumerate(self._models) if each is model), None)
+        if self._within is not None or number is None:
+            if self._within is not None and isinstance(self._within.what, _Update):
+                self._problem = "the loop calls a model within an optimizer's step"
+            return run(*args, **kwargs)
+        with self._entered(_Call(number, model.training), (args, dict(kwargs))) as entry:
+            output = run(*args, **kwargs)
+            self._number(entry, flatten(output)[0])
+        return output
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        number = next((number for number, each in enumerate(self._optimizers) if each is optimizer), None)
+        if number is None:
+            self._problem = f"{type(optimizer).__name__} is new in this step"
+        elif self._within is None:
+            self._within = self._entry(_Update(number), ())
+            self._leave()
+
+    def step_ended(self) -> None:
+        if self._within is not None:
+            self._within = None
+            super().begin()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._within is not None or self._problem:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:  # what comes out of an iterator would not be known
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
+        entry = self._entry(func, (args, kwargs))
+        result = func(*args, **kwargs)
+        if func in _BACKWARDS:
+            self._note_gone(entry.before)
+        tensors = tensors_in(result)
+        if tensors or (result is None and any(isinstance(leaf, (_Value, _Part)) for leaf in entry.leaves)):
+            self._number(entry, tensors)
+        else:
+            self._entries.pop()  # a question about a tensor
+        return result
+
+    def _leave(self) -> None:
+        self._was_missing |= not self._has_begun
+        super().end()
+
+    @contextmanager
+    def _entered(self, what: _Call, arguments: Any) -> Iterator[_Entry]:
+        self._within = entry = self._entry(what, arguments)
+        self._leave()
+        try:
+            yield entry
+        finally:
+            self._within = None
+            super().begin()
+
+    def _entry(self, what: Any, arguments: Any) -> _Entry:
+        self._note_gone(self._entries[-1].after if self._entries else [])
+        leaves, structure = flatten(arguments)
+        entry = _Entry(what, [self._leaf(leaf) for leaf in leaves], structure, _mode())
+        self._entries.append(entry)
+        if len(self._entries) > _MOST_ENTRIES:
+            self._problem = f"the loop calls more than {_MOST_ENTRIES:,} functions in one step"
+        return entry
+
+    def _leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if holds_tensors(leaf):
+                self._problem = f"what is in a {type(leaf).__name__} is not known"
+            return leaf
+        if (place := self._places.get(id(leaf))) is not None:
+            return place
+        known = self._known.get(id(leaf))
+        if known is None or known() is not leaf:
+            known = self._remember(leaf)
+            # a number of the step before is none of this step's graph
+            self._given[known.number] = leaf.detach() if leaf.numel() == 1 and leaf.grad_fn is not None else leaf
+        return _Value(known.number)
+
+    def _number(self, entry: _Entry, results: Sequence[Any]) -> None:
+        for result in results:
+            if not isinstance(result, torch.Tensor):
+                continue
+            known = self._known.get(id(result))
+            is_own = id(result) in self._places
+            if not is_own and (known is None or known() is not result):
+                known = self._remember(result)
+            entry.results.append(-1 if is_own or known is None else known.number)
+
+    def _remember(self, tensor: torch.Tensor) -> _Alive:
+        self._known[id(tensor)] = alive = _Alive(tensor, self._gone.append)
+        alive.key, alive.number = id(tensor), self._numbers
+        self._numbers += 1
+        return alive
+
+    def _note_gone(self, where: list[int]) -> None:
+        while self._gone:
+            alive = self._gone.popleft()
+            where.append(alive.number)
+            if self._known.get(alive.key) is alive:
+                del self._known[alive.key]
+
+
+class Replay:
+    """Runs a tape again, step after step.
+
+    Args:
+        tape: without a problem.
+        models: what stands for each of its models, by the number (`id`) of that one.
+        optimizers: likewise.
+        stand_in: what stands for a tensor that the loop was given.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        models: Mapping[int, nn.Module],
+        optimizers: Mapping[int, Optimizer],
+        stand_in: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self._entries = tape.entries
+        self._gradients = tape.gradients
+        self._models = [models[id(model())] for model in tape.models]
+        self._optimizers = [optimizers[id(optimizer())] for optimizer in tape.optimizers]
+        self._parts = [list(_parts_of(model)) for model in self._models]
+        self._values = {number: stand_in(tensor) for number, tensor in tape.given.items()}
+        # what outlives the step because a parameter holds it
+        self._held = [number for entry in tape.entries if entry.what == _GRADIENT for number in entry.results]
+
+    def begin(self) -> None:
+        """Make the gradients that are there when the step begins."""
+        for parameter in map(self._leaf, self._gradients):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def step(self) -> None:
+        """Run the step once more; what outlives it is there in the next."""
+        with ExitStack() as modes:
+            mode: Any = None
+            for entry in self._entries:
+                if entry.mode != mode:
+                    modes.close()
+                    mode = entry.mode
+                    _enter(modes, *mode)
+                self._drop(entry.before)
+                self._run(entry)
+                self._drop(entry.after)
+        self._drop(self._held)
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._values.pop(number, None)
+
+    def _run(self, entry: _Entry) -> None:
+        what = entry.what
+        if isinstance(what, _Update):
+            self._optimizers[what.optimizer].step()
+            return
+        args, kwargs = entry.structure.put([self._leaf(leaf) for leaf in entry.leaves])
+        if isinstance(what, _Call):
+            model = self._models[what.model]
+            if model.training is not what.is_training:
+                model.train(what.is_training)
+            results = flatten(model(*args, **kwargs))[0]
+        else:
+            results = tensors_in(what(*args, **kwargs))
+        del args, kwargs
+        tensors = [result for result in results if isinstance(result, torch.Tensor)]
+        if len(tensors) != len(entry.results) and tensors:
+            raise WorkloadError(f"{what} gives {len(tensors)} tensors, and gave {len(entry.results)} in the loop")
+        for number, result in zip(entry.results, tensors, strict=False):  # gradients may be gone
+            if number >= 0:
+                self._values[number] = result
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Value):
+            return self._values[leaf.number]
+        return self._parts[leaf.model][leaf.place] if isinstance(leaf, _Part) else leaf
+
+
+def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _mode() -> tuple[bool, str, torch.dtype | None]:
+    for device_type in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device_type):
+            return torch.is_grad_enabled(), device_type, torch.get_autocast_dtype(device_type)
+    return torch.is_grad_enabled(), "", None
+
+
+def _enter(modes: ExitStack, has_graph: bool, device_type: str, dtype: torch.dtype | None) -> None:
+    modes.enter_context(torch.set_grad_enabled(has_graph))
+    if device_type:
+        modes.enter_context(torch.autocast(device_type, dtype))

@@ -1,0 +1,152 @@
+"""Loops that train several models: a step is recorded, and what is predicted for it is what its cells then need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jupyter.conftest import Cell
+
+MAKE = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+def net(wide, out, width=64):
+    return nn.Sequential(nn.Linear(wide, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
+G, D = net(16, 48), net(48, 1)
+"""
+OF_EACH = "optG, optD = (torch.optim.Adam(m.parameters(), lr=1e-3) for m in (G, D))\n"
+LOOPS = {
+    "a judge of real and made ones": (
+        OF_EACH,
+        """
+for i in range(6):
+    real = torch.randn(128, 48)
+    fake = G(torch.randn(128, 16))
+    optD.zero_grad()
+    loss = F.softplus(-D(real)).mean() + F.softplus(D(fake.detach())).mean()
+    loss.backward()
+    optD.step()
+    optG.zero_grad()
+    judged = -D(fake).mean()
+    judged.backward()
+    optG.step()
+    total = 0.9 * loss.item() + judged.item()
+""",
+    ),
+    "a penalty on gradients, and two updates of the judge": (
+        OF_EACH,
+        """
+for i in range(12):
+    real = torch.randn(128, 48)
+    with torch.no_grad():
+        fake = G(torch.randn(128, 16))
+    mixed = (0.5 * real + 0.5 * fake).requires_grad_()
+    (slope,) = torch.autograd.grad(D(mixed).sum(), mixed, create_graph=True)
+    loss = D(fake).mean() - D(real).mean() + (slope.norm(dim=1) - 1).square().mean()
+    optD.zero_grad()
+    loss.backward()
+    optD.step()
+    if i % 2:
+        made = G(torch.randn(128, 16))
+        judged = -D(made).mean()
+        optG.zero_grad()
+        judged.backward()
+        optG.step()
+""",
+    ),
+    "one optimizer, and gradients that live through the forward pass": (
+        "opt = torch.optim.AdamW([*G.parameters(), *D.parameters()])\n",
+        """
+for i in range(6):
+    x = torch.randn(128, 16)
+    code = G(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = D(code)
+    loss = out.float().square().mean() + code.abs().mean()
+    opt.zero_grad(set_to_none=False)
+    loss.backward()
+    nn.utils.clip_grad_norm_([*G.parameters(), *D.parameters()], 1.0)
+    opt.step()
+""",
+    ),
+}
+PLANS = ["--accumulate 1", "--accumulate 2", "--bf16", "--offload optimizer"]
+
+
+def peaks(shell: Any) -> dict[str, Any]:
+    return {row.plan: row for row in shell.run_line_magic("memfit", "report").measurements}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_recorded_step_tells_what_plans_need(shell: Any, cell: Cell, name: str) -> None:
+    made, loop = LOOPS[name]
+    cell(MAKE + made)
+    assert cell(f"%%memfit\n{loop}").error is None
+    predictions = {
+        each.plan: each
+        for each in shell.run_line_magic(
+            "memfit", "predict --plans " + " ".join(f'"{flags}"' for flags in PLANS)
+        ).predictions
+    }
+    for flags in PLANS:
+        assert cell(f"%%memfit {flags}\n{loop}").error is None
+        plan = "as written" if flags == PLANS[0] else flags
+        measured, prediction = peaks(shell)[plan], predictions[plan]
+        assert not prediction.refused
+        assert prediction.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.04), flags
+        assert prediction.samples_per_step == 128
+
+
+def test_steps_and_rows_are_those_of_the_loop(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["a judge of real and made ones"]
+    cell(MAKE + made)
+    assert "6 steps" in cell(f"%%memfit\n{loop}").out
+    assert peaks(shell)["as written"].samples_per_step == 128
+
+
+@pytest.mark.full
+def test_a_budget_is_kept_by_a_plan_that_is_chosen_once_a_step_is_known(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["a judge of real and made ones"]
+    cell(MAKE + made)
+    cell(f"%%memfit\n{loop}")
+    budget_bytes = int(peaks(shell)["as written"].peak_allocated_bytes * 0.8)
+    cell("%memfit undo")
+    cell(MAKE + made)
+    ran = cell(f"%%memfit --budget {budget_bytes}B\n{loop}")
+    assert ran.error is None
+    *_, chosen = peaks(shell).values()
+    (prediction,) = [each for each in shell.run_line_magic("memfit", "report").predictions if each.plan == chosen.plan]
+    assert chosen.plan != "as written"
+    assert chosen.peak_allocated_bytes <= budget_bytes
+    assert chosen.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=0.01)
+
+
+def test_trials_run_the_step_of_the_loop(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["a judge of real and made ones"]
+    cell(MAKE + made)
+    cell(f"%%memfit\n{loop}")
+    before = [p.clone() for name in "GD" for p in shell.user_ns[name].parameters()]
+    compared = shell.run_line_magic("memfit", 'compare "--bf16"')
+    measured_bytes = peaks(shell)["as written"].peak_allocated_bytes
+    assert compared.measurements[0].peak_allocated_bytes == pytest.approx(measured_bytes, rel=1e-3)
+    assert all(map(torch.equal, before, [p for name in "GD" for p in shell.user_ns[name].parameters()]))
+
+
+def test_a_step_that_cannot_be_run_again_is_not_predicted(shell: Any, cell: Cell) -> None:
+    made, _ = LOOPS["a judge of real and made ones"]
+    cell(MAKE + made)
+    cell(
+        "%%memfit\nshift = torch.ones(8, 1, requires_grad=True) + 1\nfor _ in range(4):\n"
+        "    loss = (D(G(torch.randn(8, 16))) + shift).mean()\n"
+        "    optG.zero_grad(); optD.zero_grad(); loss.backward(); optG.step(); optD.step()\n"
+    )
+    ran = cell("%memfit predict")
+    assert (
+        "a step of the loop that trains G and D cannot be run by itself: a tensor with a graph was made"
+        in ran.err + ran.out
+    )
