@@ -95,6 +95,8 @@ class FirstTrainingCall(FirstCall):
         return super().__enter__()
 
     def _counts(self, module: nn.Module) -> bool:
+        if torch._C._current_graph_task_id() >= 0:
+            return False  # computed again in a backward pass
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()) and is_made(module)):
             return False
         if not module.training:

@@ -248,6 +248,18 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
         cell("%memfit undo all")
 
 
+def test_what_a_backward_pass_computes_again_is_no_model_of_the_cell(shell: Any, cell: Cell) -> None:
+    both = CASES["an actor and a critic under one optimizer"]
+    assert cell(SETUP + both.before).error is None
+    assert cell(f"%%memfit --checkpoint\n{both.cell}").error is None
+    ran = cell(f"%%memfit --precision pure-bf16\n{both.cell}")
+    assert ran.err.startswith("UsageError: session: one AdamW updates ")
+    assert {str(session.plan) for session in sessions()} == {"--checkpoint"}
+    assert len(sessions()) == 2
+    assert cell(f"%%memfit --adam8bit\n{both.cell}").error is None
+    cell("%memfit undo all")
+
+
 def test_a_model_is_named_by_the_way_to_it(shell: Any, cell: Cell) -> None:
     body = LOOP.replace("model(x)", "agent.actor(x)")
     before = (
