@@ -299,6 +299,7 @@ class CellWatch:
 
     def _observe(self, session: Session, device: Device) -> None:
         meter = self._meter = meter_of(self.sessions, device)
+        meter.records = True  # beside the first steps, which are observed anyway
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)
         # the one that chooses comes first: what it takes is no part of the first step

@@ -68,7 +68,8 @@ class Meter(Observer):
         self._step: OpenStep | None = None
         self.in_forward = False
         self._in_step = False
-        self.tape: Tape | None = None  # a step of a loop that trains several models; None as long as none was recorded
+        self.records = False  # whether a step of a loop that trains several models is recorded
+        self.tape: Tape | None = None  # that step; None as long as none was
         self._recorder: Recorder | None = None
 
     # -- what was measured ---------------------------------------------------------------------
@@ -314,7 +315,13 @@ class Meter(Observer):
         if self._recorder is not None:
             found = self._recorder.finish(step.samples)
             self.tape, self._recorder = found or self.tape, None
-        elif len(self._models) > 1 and self._is_due() and (self.tape is None or self.tape.rows < step.samples):
+            self.records = found is not None  # compiled code stays in the way
+        elif (
+            self.records
+            and len(self._models) > 1
+            and self._is_due()
+            and (self.tape is None or self.tape.rows < step.samples)
+        ):
             self._recorder = Recorder(self._models.all, self._models.optimizers)
             self._recorder.begin()
 

@@ -7,8 +7,9 @@ What a loop computes between its model calls (criteria, noise, penalties, clippi
 2. It goes from the end of one step to the end of the next, so that a `zero_grad()` anywhere is on it.
 3. A tensor is let go of where the loop did. What died in a backward pass was held by the graph alone, and is let go of before it.
    What outlives the step is replaced when the next one makes it again, as a variable is.
-4. What the loop was given (batches) is kept by reference. A tensor with a graph that comes from nowhere, a model call within an
-   optimizer's step and a step of too many functions make a tape void, with the reason in words.
+4. What the loop was given (batches) is kept by reference, parameters of other models weakly, and is there again in every step.
+   What the step writes to, or may without a trace, is copied first where it is run for real. A tensor with a graph that comes from
+   nowhere, a model call within an optimizer's step and a step of too many functions make a tape void, with the reason in words.
 5. Where anything was compiled by ``torch.compile`` nothing is recorded (`memlab.runtime.loop_mode`).
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 
 from memlab.errors import WorkloadError
 from memlab.runtime.loop_mode import UncompiledMode
+from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.tree import Structure, flatten, holds_tensors, tensors_in
 from memlab.runtime.workload import Workload
 
@@ -86,7 +88,8 @@ class Tape:
     """A recorded step."""
 
     entries: Sequence[_Entry]
-    given: Mapping[int, torch.Tensor]  # what the loop was given, by number
+    given: Mapping[int, Callable[[], torch.Tensor | None]]  # what the loop was given, by number; None where it is gone
+    written: Collection[int]  # numbers of those that it writes to
     gradients: Sequence[_Part]  # parameters that have a gradient when it begins
     models: tuple[weakref.ref[nn.Module], ...]
     optimizers: tuple[weakref.ref[Optimizer], ...]
@@ -110,10 +113,11 @@ def tape_of(workloads: Sequence[Workload]) -> Tape | None:
     tape = workloads[0].tape
     if len(workloads) < 2 or tape is None or not tape.is_of(workloads):
         return None
-    if tape.problem:
+    gone = "a model is gone whose parameters it used" if any(given() is None for given in tape.given.values()) else ""
+    if problem := tape.problem or gone:
         names = " and ".join(each.name for each in workloads)
         raise WorkloadError(
-            f"a step of the loop that trains {names} cannot be run by itself: {tape.problem}; measure plans in the loop, as in "
+            f"a step of the loop that trains {names} cannot be run by itself: {problem}; measure plans in the loop, as in "
             "%%memfit --checkpoint"
         )
     return tape
@@ -149,7 +153,8 @@ class Recorder(UncompiledMode):
         }
         self._known: dict[int, _Alive] = {}
         self._gone: deque[_Alive] = deque()
-        self._given: dict[int, torch.Tensor] = {}
+        # with the version it had when it was first used; None where it has none
+        self._given: dict[int, tuple[torch.Tensor, int | None]] = {}
         self._entries: list[_Entry] = []
         self._numbers = 0
         self._within: _Entry | None = None  # the call or step under way
@@ -178,14 +183,16 @@ class Recorder(UncompiledMode):
     def finish(self, rows: int) -> Tape | None:
         """Stop recording; return the tape, or None where code that was compiled was in the way."""
         self._note_gone(self._entries[-1].after if self._entries else [])
-        whole, given, problem = self._entries, self._given, self._problem
-        if any(tensor.grad_fn is not None for tensor in given.values()):
+        whole, problem = self._entries, self._problem
+        if any(tensor.grad_fn is not None for tensor, _ in self._given.values()):
             problem = problem or "a tensor with a graph was made where torch does not tell of it"
         was_there = not self._was_missing
         models = tuple(weakref.ref(model) for model in self._models)
         optimizers = tuple(weakref.ref(optimizer) for optimizer in self._optimizers)
+        given = {number: _reference(tensor) for number, (tensor, _) in self._given.items()}
+        written = {number for number, (tensor, version) in self._given.items() if _may_be_written(tensor, version)}
         self.drop()
-        return Tape(whole, given, self._gradients, models, optimizers, rows, problem) if was_there else None
+        return Tape(whole, given, written, self._gradients, models, optimizers, rows, problem) if was_there else None
 
     # -- what is recorded ----------------------------------------------------------------------
 
@@ -211,8 +218,7 @@ class Recorder(UncompiledMode):
 
     def step_ended(self) -> None:
         if self._within is not None:
-            self._within = None
-            super().begin()
+            self._come_back()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -223,7 +229,11 @@ class Recorder(UncompiledMode):
         if func is torch.Tensor.__iter__:  # what comes out of an iterator would not be known
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         entry = self._entry(func, (args, kwargs))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            self._forget(entry)
+            raise
         if func in _BACKWARDS:
             self._note_gone(entry.before)
         tensors = tensors_in(result)
@@ -232,6 +242,16 @@ class Recorder(UncompiledMode):
         else:
             self._entries.pop()  # a question about a tensor
         return result
+
+    def _forget(self, entry: _Entry) -> None:
+        """Take off what has failed, which the loop may catch; nothing is there where whoever records has stopped meanwhile."""
+        if self._entries and self._entries[-1] is entry:
+            self._entries.pop()
+
+    def _come_back(self) -> None:
+        self._within = None
+        if self in _recorders.values():
+            super().begin()
 
     def _leave(self) -> None:
         self._was_missing |= not self._has_begun
@@ -243,9 +263,11 @@ class Recorder(UncompiledMode):
         self._leave()
         try:
             yield entry
+        except BaseException:
+            self._forget(entry)
+            raise
         finally:
-            self._within = None
-            super().begin()
+            self._come_back()
 
     def _entry(self, what: Any, arguments: Any) -> _Entry:
         self._note_gone(self._entries[-1].after if self._entries else [])
@@ -267,7 +289,8 @@ class Recorder(UncompiledMode):
         if known is None or known() is not leaf:
             known = self._remember(leaf)
             # a number of the step before is none of this step's graph
-            self._given[known.number] = leaf.detach() if leaf.numel() == 1 and leaf.grad_fn is not None else leaf
+            given = leaf.detach() if leaf.numel() == 1 and leaf.grad_fn is not None else leaf
+            self._given[known.number] = given, None if leaf.is_inference() else leaf._version
         return _Value(known.number)
 
     def _number(self, entry: _Entry, results: Sequence[Any]) -> None:
@@ -301,7 +324,7 @@ class Replay:
         tape: without a problem.
         models: what stands for each of its models, by the number (`id`) of that one.
         optimizers: likewise.
-        stand_in: what stands for a tensor that the loop was given.
+        stand_in: what stands for a tensor that the loop was given; by default itself, or a copy where the step writes to it.
     """
 
     def __init__(
@@ -309,16 +332,30 @@ class Replay:
         tape: Tape,
         models: Mapping[int, nn.Module],
         optimizers: Mapping[int, Optimizer],
-        stand_in: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        self._tape = tape
+        self._stand_in = stand_in
         self._entries = tape.entries
         self._gradients = tape.gradients
         self._models = [models[id(model())] for model in tape.models]
         self._optimizers = [optimizers[id(optimizer())] for optimizer in tape.optimizers]
         self._parts = [list(_parts_of(model)) for model in self._models]
-        self._values = {number: stand_in(tensor) for number, tensor in tape.given.items()}
+        self._values: dict[int, torch.Tensor] = {}
+        self._give()
         # what outlives the step because a parameter holds it
         self._held = [number for entry in tape.entries if entry.what == _GRADIENT for number in entry.results]
+
+    def _give(self) -> None:
+        """Have what the loop is given there, also what it let go of in the step before."""
+        for number, given in self._tape.given.items():
+            tensor = given()
+            if number in self._values or tensor is None:
+                continue
+            if self._stand_in is not None:
+                self._values[number] = self._stand_in(tensor)
+            else:
+                self._values[number] = _copy(tensor) if number in self._tape.written else tensor
 
     def begin(self) -> None:
         """Make the gradients that are there when the step begins."""
@@ -328,6 +365,7 @@ class Replay:
 
     def step(self) -> None:
         """Run the step once more; what outlives it is there in the next."""
+        self._give()
         with ExitStack() as modes:
             mode: Any = None
             for entry in self._entries:
@@ -374,6 +412,20 @@ class Replay:
 def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
+
+
+def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Return what leads to a tensor; it keeps a parameter, which is another model's, from nobody."""
+    return weakref.ref(tensor) if isinstance(tensor, nn.Parameter) else lambda: tensor
+
+
+def _may_be_written(tensor: torch.Tensor, version: int | None) -> bool:
+    """Return whether a step has written to a tensor, or may have without a trace, as to running statistics."""
+    return version is None or tensor._version != version or tensor.nbytes <= SMALL_BYTES
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _mode() -> tuple[bool, str, torch.dtype | None]:

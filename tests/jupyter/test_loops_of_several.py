@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -135,6 +137,69 @@ def test_trials_run_the_step_of_the_loop(shell: Any, cell: Cell) -> None:
     measured_bytes = peaks(shell)["as written"].peak_allocated_bytes
     assert compared.measurements[0].peak_allocated_bytes == pytest.approx(measured_bytes, rel=1e-3)
     assert all(map(torch.equal, before, [p for name in "GD" for p in shell.user_ns[name].parameters()]))
+
+
+OF_THE_LOOP = """
+import copy
+if "averaged" not in globals():
+    averaged, running, frozen = copy.deepcopy(G), torch.zeros(1), net(48, 8).requires_grad_(False)
+for i in range(6):
+    real = torch.randn(128, 48)
+    fake = G(torch.randn(128, 16))
+    optD.zero_grad()
+    loss = F.softplus(-D(real)).mean() + F.softplus(D(fake.detach())).mean()
+    loss.backward()
+    optD.step()
+    optG.zero_grad()
+    judged = -D(fake).mean() + (frozen(fake) - frozen(real)).square().mean()
+    judged.backward()
+    optG.step()
+    running.mul_(0.9).add_(loss.detach() + judged.detach())
+    with torch.no_grad():
+        for one, other in zip(averaged.parameters(), G.parameters()):
+            one.lerp_(other, 0.01)
+"""
+
+
+def test_a_trial_leaves_what_the_loop_has_made_beside_its_models(shell: Any, cell: Cell) -> None:
+    cell(MAKE + OF_EACH)
+    assert cell(f"%%memfit\n{OF_THE_LOOP}").error is None
+    names = shell.user_ns
+    before = [names["running"].clone(), *(p.clone() for p in names["averaged"].parameters())]
+    compared = shell.run_line_magic("memfit", 'compare "--bf16"')
+    assert compared.measurements[0].peak_allocated_bytes == pytest.approx(
+        peaks(shell)["as written"].peak_allocated_bytes, rel=5e-3
+    )
+    assert all(map(torch.equal, before, [names["running"], *names["averaged"].parameters()]))
+    (predicted,) = shell.run_line_magic("memfit", 'predict --plans "--accumulate 1"').predictions
+    assert predicted.peak_allocated_bytes == pytest.approx(compared.measurements[0].peak_allocated_bytes, rel=0.01)
+
+
+def test_a_model_that_is_not_trained_is_freed_when_it_is_deleted(shell: Any, cell: Cell) -> None:
+    cell(MAKE + OF_EACH)
+    assert cell(f"%%memfit\n{OF_THE_LOOP}").error is None
+    frozen = weakref.ref(shell.user_ns["frozen"][0].weight)
+    cell("del frozen")
+    gc.collect()
+    assert frozen() is None
+    said = cell('%memfit predict --plans "--bf16"')
+    assert "cannot be run by itself: a model is gone whose parameters it used; measure plans" in said.err + said.out
+
+
+@pytest.mark.parametrize("fails", ["D(fake[:, :3])", "fake @ fake"])
+def test_an_error_that_the_loop_catches_is_its_own(shell: Any, cell: Cell, fails: str) -> None:
+    loop = OF_THE_LOOP.replace(
+        "    judged =", f"    try:\n        {fails}\n    except RuntimeError:\n        caught = i\n    judged ="
+    )
+    left = []
+    for flags in ("", "%%memfit\n"):
+        cell(MAKE + OF_EACH + "for name in ('averaged', 'caught'): globals().pop(name, None)")
+        assert cell(f"{flags}{loop}").error is None
+        assert shell.user_ns["caught"] == 5
+        left.append(shell.user_ns["running"].item())
+    assert left[0] == left[1]
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert cell('%memfit predict --plans "--bf16"').error is None
 
 
 def test_a_step_that_cannot_be_run_again_is_not_predicted(shell: Any, cell: Cell) -> None:
