@@ -155,6 +155,9 @@ class Control(Observer):
 
     @contextmanager
     def training(self) -> Iterator[None]:
+        if self._activity is not Activity.IDLE:
+            yield  # it is measured already
+            return
         session = self._attached()
         with ExitStack() as undo:
             device = undo.enter_context(closing(device_for(session.workload.device, self.capacity_bytes)))

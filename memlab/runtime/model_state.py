@@ -34,8 +34,8 @@ from memlab.runtime.touch import own_class
 # containers that are looked into
 _OF_A_MODEL, _OF_A_PART = 20_000, 300
 _StandIns = dict["KeptTensor", torch.Tensor]
-# what every module has; `training` is state, as a loop may switch modes between forward and backward
-_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {
+# attributes of modules that are no state; `training` is, as a loop may switch modes between forward and backward
+_NO_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
     *("forward", "__getstate__", "__deepcopy__", "_compiled_call_impl"),
     "_external_params",  # DeepSpeed's, of parameters of other modules that a module was seen to read (attention does)
 }
@@ -127,7 +127,7 @@ class Repetition:
 class State(Walk):
     """The state before a run."""
 
-    attributes_left_alone = _OF_EVERY_MODULE
+    attributes_left_alone = _NO_STATE
 
     def __init__(
         self,

@@ -52,12 +52,6 @@ class Replica:
         # hooks of the outermost module run when the user's is called
         for key in [key for key in vars(model) if is_hooks(key)]:
             vars(self.model)[key] = type(vars(model)[key])()
-        self._hooks = [
-            (second, key, table, set(table))
-            for module, second, _ in self._pairs[1:]
-            for key, table in vars(module).items()
-            if is_hooks(key)
-        ]
         for module, second, _ in self._pairs:
             self._require_own_forward(module, second)
 
@@ -72,22 +66,25 @@ class Replica:
         self._require_same_parameters()
         for module, second, seen in self._pairs:
             for key, value in own_attributes(module).items():
-                if value is not seen.get(key) and not _is_table(key) and key != "forward":
+                if is_hooks(key):
+                    if module is not self._users and seen[key] != (now := list(value)):
+                        self._follow_hooks(vars(second)[key], value, seen[key])
+                        seen[key] = now
+                elif value is not seen.get(key) and not _is_table(key) and key != "forward":
                     seen[key] = value
                     vars(second)[key] = self._mapped(value)
             second._buffers.update(module._buffers)
-        for second, key, table, known in self._hooks:
-            if table.keys() != known:
-                self._follow_hooks(vars(second)[key], table, known)
 
-    def _follow_hooks(self, seconds: dict[int, Any], table: dict[int, Any], known: set[int]) -> None:
-        """Carry over hooks that the user has put on a module or taken off since; an engine's own stay."""
-        for number in known - table.keys():
-            seconds.pop(number, None)
-        for number in table.keys() - known:
-            seconds[number] = self._mapped(table[number])
-        known.clear()
-        known.update(table)
+    def _follow_hooks(self, seconds: dict[int, Any], hooks: dict[int, Any], known: list[int]) -> None:
+        """Carry over hooks that the user has put on a module or taken off since; an engine's own stay where they are."""
+        before = list(seconds.items())
+        place = next((place for place, (number, _) in enumerate(before) if number in known), len(before))
+        first, last = (
+            {number: hook for number, hook in part if number not in known} for part in (before[:place], before[place:])
+        )
+        users = {number: seconds.get(number) or self._mapped(hook) for number, hook in hooks.items()}
+        seconds.clear()
+        seconds.update(first | users | last)
 
     def carry_back(self) -> None:
         """Give the user's modules the buffers that a call has replaced."""
@@ -117,7 +114,12 @@ class Replica:
             raise _no_second(f"{self._name} has a part that is compiled ({type(module).__name__})")
         second = object.__new__(type(module))
         self._made[id(module)] = second
-        seen = {key: value for key, value in own.items() if not _is_table(key)}
+        # of a table of hooks their numbers
+        seen = {
+            key: list(value) if is_hooks(key) else value
+            for key, value in own.items()
+            if is_hooks(key) or not _is_table(key)
+        }
         self._pairs.append((module, second, seen))
         for key, value in own.items():
             vars(second)[key] = self._table(value) if _is_table(key) else self._mapped(value)

@@ -611,7 +611,9 @@ def test_a_loop_is_measured_without_a_cell(workload: Workload) -> None:
     control.begin(workload)
     assert Can.RUN not in control.can()  # nothing makes its steps
     with control.training():
-        for _ in range(4):
+        with control.training():
+            step(workload)
+        for _ in range(3):
             step(workload)
         assert control.moment().activity is Activity.TRAINING
         control.ask("checkpointing", "full")

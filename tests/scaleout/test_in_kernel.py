@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -526,6 +527,20 @@ def test_hooks_that_the_loop_puts_on_parts_run(flags: str) -> None:
         if session is not None:
             session.undo()
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+@engines("--scale fsdp2", "--scale zero3")
+def test_hooks_run_in_the_order_of_the_loop(flags: str) -> None:
+    workload = tower()
+    part, heard = workload.model.blocks[2][0], []
+    with fit(workload, flags):
+        for step, prepended in enumerate((False, True)):
+            part.register_forward_hook(lambda *_, to=heard, name=step: to.append(name), prepend=prepended)
+            loss_of(workload, step).backward()
+        assert heard == [0, 1, 0]
+        part._forward_hooks = OrderedDict()
+        loss_of(workload, 2).backward()
+        assert heard == [0, 1, 0]
 
 
 @engines("--scale zero1", "--scale zero3", "--scale fsdp2")
