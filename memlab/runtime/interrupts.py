@@ -178,8 +178,17 @@ class _Interruptible:
             signal.signal(signal.SIGINT, self._held.previous)
 
     def __exit__(self, *_exc: object) -> None:
-        if self._held is not None and signal.getsignal(signal.SIGINT) is self._held.previous:
-            signal.signal(signal.SIGINT, self._held)
+        if (held := self._held) is None:
+            return
+        layer = handler = _handler()
+        # the one that was there may have gone since, and a listener may have come
+        while isinstance(held.previous, _Layer) and held.previous.is_spent(sys._getframe()):
+            held.previous = held.previous.previous
+        while isinstance(layer, _Layer) and layer is not held.previous:
+            layer = layer.previous
+        if handler is not None and layer is held.previous:
+            held.previous = handler
+            signal.signal(signal.SIGINT, held)
 
 
 def uninterrupted() -> AbstractContextManager[Interrupts]:

@@ -7,10 +7,12 @@ known at once; any operation, print or copy computes the value and goes on with 
 from __future__ import annotations
 
 import dis
+import functools
+import inspect
 import sys
 import weakref
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Self
 
@@ -41,18 +43,19 @@ _METADATA = frozenset(
 class LazyTensor(torch.Tensor):
     """Stands in for a tensor until its value is needed."""
 
-    _compute: Callable[[], torch.Tensor] | None
+    _compute: Callable[..., torch.Tensor] | None  # from the value of `_origin`, if any; None once computed or expired
     _value: torch.Tensor | None
+    _expired: str | None  # why there is no value any more
     _grad_enabled: bool
     _origin: LazyTensor | None  # what this is a view of, or computed from
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, compute: Callable[[], torch.Tensor]
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, compute: Callable[..., torch.Tensor]
     ) -> Self:
         lazy = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         lazy._compute = compute
-        lazy._value = None
+        lazy._value = lazy._expired = None
         lazy._grad_enabled = torch.is_grad_enabled()
         lazy._origin = None
         return lazy
@@ -63,28 +66,25 @@ class LazyTensor(torch.Tensor):
     def value(self) -> torch.Tensor:
         """The real tensor, computed at the first call, with a graph if one would have been recorded where it was made."""
         if self._value is None:
-            assert self._compute is not None
+            if self._compute is None:
+                raise SessionError(self._expired)
             with torch.set_grad_enabled(self._grad_enabled):
-                self._value = self._compute()
+                self._value = self._compute() if self._origin is None else self._compute(self._origin.value())
             self._compute = None
         return self._value
 
     def follow(self, origin: LazyTensor, how: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Be computed from the value of another one, so that what is written to one is seen in the other."""
-        self._origin, self._compute = origin, lambda: how(origin.value())
+        self._origin, self._compute = origin, how
         return self
 
     def expire(self, reason: str) -> None:
         """Have no value any more; whoever looks is told why."""
-
-        def refused() -> torch.Tensor:
-            raise SessionError(reason)
-
-        self._compute = refused
+        self._compute, self._expired = None, reason
 
     def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
         """The same values, with an identity in the graph that changes their gradient."""
-        return LazyTensor(self.shape, self.dtype, self.device, lambda: pass_through(self.value()))
+        return LazyTensor(self.shape, self.dtype, self.device, pass_through).follow(self, pass_through)
 
     @classmethod
     def __torch_function__(
@@ -143,58 +143,92 @@ class Waiting:
         """Have one wait for the next update."""
         self._tensors.append(weakref.ref(lazy))
 
-    def taken(self) -> list[LazyTensor]:
+    def taken(self) -> list[weakref.ref[LazyTensor]]:
         """Return those that are still there, and let go of them."""
-        found = [lazy for ref in self._tensors if (lazy := ref()) is not None and lazy._value is None]
+        found = [ref for ref in self._tensors if (lazy := ref()) is not None and lazy._compute is not None]
         self._tensors.clear()
         return found
 
 
-def may_be_read(lazy: Sequence[LazyTensor]) -> bool:
-    """Return whether code that is running now may look at one of these tensors later.
+def may_be_read(waiting: Sequence[weakref.ref[LazyTensor]]) -> bool:
+    """Return whether code may look at one of these tensors later.
 
-    It may not where variables of running functions hold them, and their code, from where it is, comes to other values of those
-    variables before it uses them for anything but the loss: ``out = model(**batch); out.loss.backward()``.
+    It may not where variables of running functions hold them, and nothing else does, and their code, from where it is, comes to
+    other values of those variables before it uses them for anything but the loss: ``out = model(**batch); out.loss.backward()``.
     """
-    ids = {id(each) for each in lazy}
-    held: set[int] = set()
+    ids, holders = {id(ref()) for ref in waiting}, _Holders()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(("memlab.", "torch.")):
-            for name, value in [*frame.f_locals.items()]:
-                found = ids.intersection(_ids_within(value, 2))
-                held |= found
-                if found and (_is_read_from(frame, name) or any(_uses(each, name) for each in _codes_in(frame.f_code))):
+            variables, code = frame.f_locals, frame.f_code
+            is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+            for name in [*variables]:
+                # held by the frame of a function, and before Python 3.13 by the copy that its `f_locals` is; a variable of a
+                # function around it is counted there
+                holding = {"frame": is_function and name not in code.co_freevars, "dict": isinstance(variables, dict)}
+                edges = [(id(frame), name, kind) for kind, holds in holding.items() if holds]
+                if holders.look(variables[name], edges, 2, ids) and (
+                    _is_read_from(code, frame.f_lasti, name)
+                    or any(_uses(each, name) for each in (*_codes_in(code), *_codes_of(variables)))
+                ):
                     return True
-            if frame.f_code.co_name == "<module>":  # below is what runs the cell or the script
+            if code.co_name == "<module>":  # below is what runs the cell or the script
                 break
         frame = frame.f_back
-    return held != ids
+    return holders.are_more_than_found(ids)
 
 
-def _ids_within(value: Any, depth: int) -> Iterator[int]:
-    yield id(value)
-    while (
-        issubclass(type(value), LazyTensor) and value._origin is not None
-    ):  # some objects mind being asked for a class
-        value = value._origin
-        yield id(value)
-    if depth and not isinstance(value, (torch.Tensor, *_NO_HOLDERS)):
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        for item in [*list(items)[:64], *getattr(value, "__dict__", {}).values()]:
-            yield from _ids_within(item, depth - 1)
+class _Holders:
+    """What holds lazy tensors, and what holds that, as far as variables tell."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, set[Any]]] = {}
+
+    def look(self, value: Any, edges: Sequence[Any], depth: int, ids: set[int]) -> bool:
+        """Note what is on the way from a variable to one of these tensors; whether there is a way."""
+        inner: list[tuple[Any, Any]] = []
+        if issubclass(type(value), LazyTensor):  # some objects mind being asked for a class
+            inner = [("origin", value._origin)]
+        elif depth > 0 and not isinstance(value, (torch.Tensor, *_NO_HOLDERS)):
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            inner = [*enumerate(list(items)[:64]), *getattr(value, "__dict__", {}).items()]
+        within = [self.look(item, [(id(value), key)], depth - 1, ids) for key, item in inner]
+        is_on_the_way = id(value) in ids or any(within)
+        if is_on_the_way:
+            self._found.setdefault(id(value), (value, set()))[1].update(edges)
+        return is_on_the_way
+
+    def are_more_than_found(self, ids: set[int]) -> bool:
+        """Return whether something else holds one of these tensors, or what is on the way to it."""
+        # a pair here holds each, and so does the argument of `getrefcount`
+        return not ids <= self._found.keys() or any(
+            sys.getrefcount(pair[0]) - 2 > len(pair[1]) for pair in self._found.values()
+        )
+
+
+def _codes_of(namespace: Mapping[str, Any]) -> list[CodeType]:
+    """Return the code of functions and methods that may read a namespace as their global variables."""
+    members = [
+        each
+        for value in [*namespace.values()]
+        for each in (value, *(vars(value).values() if issubclass(type(value), type) else ()))
+        if issubclass(type(each), (FunctionType, staticmethod, classmethod))
+    ]
+    functions = [inspect.unwrap(each) for each in members]
+    return [each.__code__ for each in functions if getattr(each, "__globals__", None) is namespace]
 
 
 def _codes_in(code: CodeType) -> list[CodeType]:
     return [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
-def _is_read_from(frame: FrameType, name: str) -> bool:
-    """Return whether the code of a frame may read a variable from where it is, before it gives it another value."""
-    steps = list(dis.get_instructions(frame.f_code))
+@functools.lru_cache
+def _is_read_from(code: CodeType, last: int, name: str) -> bool:
+    """Return whether code may read a variable after an instruction, before it gives it another value."""
+    steps = list(dis.get_instructions(code))
     offsets = [step.offset for step in steps]
     seen: set[int] = set()
-    waiting = [bisect(offsets, frame.f_lasti)]
+    waiting = [bisect(offsets, last)]
     while waiting:
         number = waiting.pop()
         if number in seen or number == len(steps):
@@ -229,12 +263,13 @@ def _is_read_at(steps: Sequence[dis.Instruction], number: int, name: str) -> boo
     return not (then is not None and (then.opname == "LOAD_ATTR" or is_item) and then.argval in _LOSSES)
 
 
+@functools.lru_cache(maxsize=1024)
 def _uses(code: CodeType, name: str) -> bool:
-    """Return whether some code reads a variable for anything but the loss."""
-    steps = list(dis.get_instructions(code))
-    return any(_is_read_at(steps, number, name) for number in range(len(steps))) or any(
-        _uses(each, name) for each in _codes_in(code)
-    )
+    """Return whether some code reads a variable around it for anything but the loss."""
+    steps = list(dis.get_instructions(code)) if name in (*code.co_names, *code.co_freevars) else []
+    return any(
+        "FAST" not in step.opname and _is_read_at(steps, number, name) for number, step in enumerate(steps)
+    ) or any(_uses(each, name) for each in _codes_in(code))
 
 
 def requires_grad(leaf: Any) -> bool:

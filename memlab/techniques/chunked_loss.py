@@ -15,6 +15,7 @@ https://arxiv.org/abs/2411.09009
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -26,7 +27,7 @@ from torch import nn
 from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime.hooks import own_attributes, stand_in
-from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
 from memlab.units import MIB
@@ -83,16 +84,21 @@ class ChunkedLoss(Technique):
         self._compute_waiting()  # an update in the backward pass, or after a closure
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        for logits in self._waiting.taken():
-            logits.expire(_TOO_LATE)
+        _expire(self._waiting.taken())
 
     def _compute_waiting(self) -> None:
         """Compute, before an update, logits that the loop may look at when the weights they came from are gone."""
-        for logits in self._waiting.taken():
-            if may_be_read([logits]):
-                logits.value()
+        for ref in self._waiting.taken():
+            if may_be_read([ref]):
+                real(ref())
             else:
-                logits.expire(_TOO_LATE)
+                _expire([ref])
+
+
+def _expire(waiting: Sequence[weakref.ref[LazyTensor]]) -> None:
+    for ref in waiting:
+        if (logits := ref()) is not None:
+            logits.expire(_TOO_LATE)
 
 
 _TOO_LATE = (
@@ -186,8 +192,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def is_deferred(self) -> bool:
-        """Return whether nobody has looked, at what it is a view of neither."""
-        return self._value is None and (self._origin is None or cast("DeferredLogits", self._origin).is_deferred)
+        """Return whether nobody has looked, at what it is a view of neither, and the weights are those of the forward."""
+        return self._compute is not None and (self._origin is None or cast("DeferredLogits", self._origin).is_deferred)
 
     @classmethod
     def __torch_function__(
@@ -197,7 +203,8 @@ class DeferredLogits(LazyTensor):
         if handler is not None and args and isinstance(args[0], DeferredLogits) and args[0].is_deferred:
             result = handler(*args, **(kwargs or {}))
             if isinstance(result, DeferredLogits) and result is not args[0]:
-                return result.follow(args[0], lambda logits: func(logits, *args[1:], **(kwargs or {})))
+                others = args[1:]  # a view that held `args` would hold the logits twice, see `may_be_read`
+                return result.follow(args[0], lambda logits: func(logits, *others, **(kwargs or {})))
             if result is not NotImplemented:
                 return result
         return super().__torch_function__(func, types, args, kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memlab.runtime.interrupts import hold_back, listen, uninterrupted
+from memlab.runtime.interrupts import hold_back, interruptible, listen, uninterrupted
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("pythons_own_handler")
@@ -166,4 +166,26 @@ def test_a_listener_goes_with_its_object(is_held: bool) -> None:
     if is_held:
         with uninterrupted():
             pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_what_held_it_back_does_so_again_where_a_listener_went_or_came_meanwhile(comes: bool) -> None:
+    before, reached, hearing = signal.getsignal(signal.SIGINT), False, _Hearing()
+    if not comes:
+        listen(hearing.hear)
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with interruptible():
+            if comes:
+                listen(hearing.hear)
+            else:
+                del hearing
+                gc.collect()
+        interrupt()
+        reached = True
+    assert reached
+    if comes:
+        assert hearing.heard == 1
+        del hearing
+        gc.collect()
     assert signal.getsignal(signal.SIGINT) is before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable
 from typing import Any
 
@@ -210,15 +211,92 @@ def test_logits_that_the_loop_uses_for_its_loss_alone_are_not_computed(flags: st
     assert computed == []
 
 
-def test_logits_that_a_variable_holds_too_long_say_so() -> None:
+class _Metric:
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+def _in_a_list(logits: torch.Tensor, metrics: Any) -> None:
+    metrics["train"]["rows"].kept.append(logits)
+
+
+def _as_a_view(logits: torch.Tensor, metrics: Any) -> None:
+    metrics["train"]["rows"].kept.append(logits.float())
+
+
+def _in_an_output(logits: torch.Tensor, metrics: Any) -> None:
+    metrics["train"]["rows"].kept.append((logits,))
+
+
+@pytest.mark.parametrize("keep", [_in_a_list, _as_a_view, _in_an_output])
+def test_logits_that_something_else_keeps_beside_a_variable_are_computed_before_the_step(keep: Any) -> None:
+    def trained(flags: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, metrics = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000)), {"train": {"rows": _Metric()}}
+        load = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with fit(load, flags):
+            for _ in range(2):
+                logits = model(torch.ones(4, 8))
+                F.cross_entropy(logits, torch.arange(4)).backward()
+                keep(logits, metrics)
+                load.optimizers[0].step()
+        kept = metrics["train"]["rows"].kept
+        return torch.stack([each[0] if isinstance(each, tuple) else each for each in kept]).detach()
+
+    assert distance([trained("--chunk-loss")], [trained("")]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "def read(): return logits.mean().item()",
+        "@torch.no_grad()\ndef read(): return logits.mean().item()",
+        "class Log:\n    @staticmethod\n    def read(): return [each.mean().item() for each in [logits]][0]\nread = Log.read",
+    ],
+)
+def test_logits_that_a_function_of_an_earlier_cell_reads_are_those_of_the_forward(reader: str) -> None:
+    def trained(flags: str) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
+        load = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        world: dict[str, Any] = {"load": load, "model": model, "cross_entropy": F.cross_entropy, "torch": torch}
+        exec(reader, world)
+        with fit(load, flags):
+            exec(f"{_STEP}\nseen = read()", world)
+        return float(world["seen"])
+
+    assert trained("--chunk-loss") == pytest.approx(trained(""), rel=1e-5)
+
+
+def test_code_is_looked_through_once_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long function it takes 100 ms."""
+    looked, counts, original = [], [], dis.get_instructions
+    monkeypatch.setattr(dis, "get_instructions", lambda code: looked.append(code) or original(code))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
+    load = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with fit(load, "--chunk-loss"):
+        for _ in range(3):
+            logits = model(torch.ones(4, 8))
+            F.cross_entropy(logits, torch.arange(4)).backward()
+            load.optimizers[0].step()
+            counts.append(len(looked))
+    assert counts[0] > 0
+    assert len({*counts}) == 1
+
+
+_STEP = "logits = model(torch.ones(4, 8))\ncross_entropy(logits, torch.arange(4)).backward()\nload.optimizers[0].step()"
+
+
+@pytest.mark.parametrize("read", ["logits.sum()", "cross_entropy(logits, torch.arange(4))", "logits.float()"])
+def test_logits_that_a_variable_holds_too_long_say_so(read: str) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
     load = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
     world: dict[str, Any] = {"load": load, "model": model, "cross_entropy": F.cross_entropy, "torch": torch}
     with fit(load, "--chunk-loss"):
-        code = "logits = model(torch.ones(4, 8))\ncross_entropy(logits, torch.arange(4)).backward()\nload.optimizers[0].step()"
-        exec(code, world)
+        exec("def evaluated():\n    logits = model(torch.ones(4, 8))\n    return logits.mean()", world)
+        exec(_STEP, world)
         with pytest.raises(SessionError, match=r"logits of a chunked loss were read after optimizer.step\(\)"):
-            exec("logits.sum()", world)
+            exec(read, world)
 
 
 def test_what_is_written_to_a_view_of_the_logits_is_seen_in_them() -> None:

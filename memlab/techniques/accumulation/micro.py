@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, requires_grad
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import closed
@@ -49,8 +49,8 @@ class Learnt:
         """Compute, before an update, outputs that the loop may look at when the parameters they came from are gone."""
         waiting = self.waiting.taken()
         if waiting and not self.reads_outputs and may_be_read(waiting):
-            for lazy in waiting:
-                lazy.value()
+            for ref in waiting:
+                real(ref())
             self.reads_outputs = True
 
 
