@@ -1,7 +1,8 @@
 """Tensors in host memory that the loop has been given in place of tensors on a device, as in the state dict of an optimizer.
 
 To the loop they are on the device: a function of torch that uses their values gets a copy there, which goes with it, and what it
-writes is written back. Where there is no room for the copy they are used where they are.
+writes is written back. Where the loop goes on to hold something of the copy (a view, ``.data``), the tensor stays on the device.
+Where there is no room for the copy they are used where they are.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch
 
+from memlab.runtime.aliases import is_shared
 from memlab.runtime.callers import is_own_code
-from memlab.runtime.homes import home_of, rests
+from memlab.runtime.homes import home_of, is_at_rest, rests
 from memlab.runtime.touch import Watched, uses_values
-from memlab.runtime.tree import flatten
+from memlab.runtime.tree import flatten, in_leaves
 
 ASK_FOR_THE_DEVICE = (
     torch.Tensor.get_device,
@@ -36,11 +38,14 @@ class _Away(Watched):
             is_copied = uses_values(function) or function is torch.Tensor.__deepcopy__
             copies = self._copies(args, kwargs) if is_copied else {}
         with self._left(args, kwargs):
-            return _run_on(copies, function, args, kwargs)
+            result = _run_on(copies, function, args, kwargs)
+        self.leave([tensor for tensor, _ in copies.values() if not is_at_rest(tensor)])
+        return result
 
     def _copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         try:
-            return {id(tensor): (tensor, tensor.to(home_of(tensor))) for tensor in self._watched_in(args, kwargs)}
+            with torch.inference_mode(mode=False):  # whose tensors do not tell whether they are written to
+                return {id(tensor): (tensor, tensor.to(home_of(tensor))) for tensor in self._watched_in(args, kwargs)}
         except torch.OutOfMemoryError:
             return {}
 
@@ -75,7 +80,9 @@ def _run_on(
     versions = {key: copy._version for key, (_, copy) in copies.items()}
     result = function(*own_args, **own_kwargs)
     for key, (tensor, copy) in copies.items():
-        if copy._version != versions[key]:
+        if is_shared(copy) or copy.shape != tensor.shape:
+            tensor.data = copy
+        elif copy._version != versions[key]:
             tensor.copy_(copy)
-            result = tensor if result is copy else result
-    return result
+    own = {id(copy): tensor for tensor, copy in copies.values()}
+    return in_leaves(lambda leaf: own.get(id(leaf), leaf), result, of_tensors=False)

@@ -44,18 +44,15 @@ class Structure:
 
     def put(self, leaves: Sequence[Any]) -> Any:
         """The value with these leaves, in order."""
-        value, rest = self._put(list(leaves))
+        rest = list(reversed(leaves))
+        value = self._put(rest)
         assert not rest
         return value
 
-    def _put(self, leaves: list[Any]) -> tuple[Any, list[Any]]:
+    def _put(self, rest: list[Any]) -> Any:
         if self.build is None:
-            return leaves[0], leaves[1:]
-        children = []
-        for child in self.children:
-            value, leaves = child._put(leaves)
-            children.append(value)
-        return self.build(children), leaves
+            return rest.pop()
+        return self.build([child._put(rest) for child in self.children])
 
     def names(self) -> list[str]:
         """Return for each leaf how one writes its way down from the value.
@@ -149,7 +146,9 @@ class Lent:
         self._change = change  # leaf to leaf
         self._back = back  # leaf to leaf, of what the call has put into its arguments
         self._containers: list[tuple[Any, Any, list[tuple[Any, Any]]]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]] = []
+        # by id: of the caller's tensor; and this one, of what was lent in its place
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]] = {}
+        self._owners: dict[int, torch.Tensor] = {}
         self._objects: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
 
     def __enter__(self) -> Self:
@@ -193,21 +192,21 @@ class Lent:
 
     def own(self, leaf: Any) -> Any:
         """Return what the caller has given, for a tensor that was lent in its place."""
-        return next((tensor for tensor, made, *_ in self._tensors if made is leaf), leaf)
+        return self._owners.get(id(leaf), leaf)
 
     def _lend_tensor(self, value: torch.Tensor) -> torch.Tensor:
-        for tensor, made, *_ in self._tensors:
-            if tensor is value:  # models tell by identity that they are given one tensor several times
-                return made
-        made = self._change(value)
+        if id(value) in self._tensors:  # models tell by identity that they are given one tensor several times
+            return self._tensors[id(value)][1]
+        made: torch.Tensor = self._change(value)
         if type(made) is torch.Tensor and not made.is_inference():
             for name, hung in own_attributes(value).items() if made is not value else ():
                 setattr(made, name, hung)
-            self._tensors.append((value, made, made._version, own_attributes(made)))
+            self._tensors[id(value)] = value, made, made._version, own_attributes(made)
+            self._owners[id(made)] = value
         return made
 
     def _give_back(self) -> None:
-        for tensor, made, version, before in self._tensors:
+        for tensor, made, version, before in self._tensors.values():
             for name, hung in own_attributes(made).items():
                 if name not in before or before[name] is not hung:
                     setattr(tensor, name, in_leaves(self._back, hung))

@@ -292,6 +292,27 @@ def _moments_copied(run: _Run) -> Figures:
     return [loss, *(_total(state.values()) for state in saved)]
 
 
+def _moments_written_in_part(run: _Run) -> Figures:
+    loss = run.backward()
+    run.update()
+    saved = run.optimizer.state_dict()
+    for at, parameter in enumerate(run.parameters):
+        state = saved["state"][at] if run.step % 2 else run.optimizer.state[parameter]
+        moment = state["exp_avg"]
+        moment[1:3].fill_(1e-3)
+        moment.view(2, -1)[0].mul_(0.5)
+        moment.data.add_(1e-3)
+        for part in moment.split(2):
+            part.mul_(0.9)
+        torch.atleast_1d([moment])[0].mul_(0.9)
+        with torch.inference_mode():
+            moment.add_(moment.mean())
+        state["exp_avg_sq"].data = state["exp_avg_sq"] * 2
+    if run.step % 2:
+        run.optimizer.load_state_dict(saved)
+    return [loss, *(_total([run.optimizer.state[p]["exp_avg"]]) for p in run.parameters)]
+
+
 LOOPS: list[Callable[[_Run], Figures]] = [
     _copied,
     _averaged,
@@ -312,7 +333,7 @@ LOOPS: list[Callable[[_Run], Figures]] = [
     _asked_for_the_device,
     _saved,
 ]
-MOMENTS = [_kept_on_the_host, _moments_read, _moments_written, _moments_copied]
+MOMENTS = [_kept_on_the_host, _moments_read, _moments_written, _moments_written_in_part, _moments_copied]
 PLANS = ("--offload params", "--accumulate 2 --checkpoint --offload params,activations")
 
 
