@@ -140,7 +140,9 @@ class Recovery:
         release(error)
         start_over()
         collect()
-        if not self._fall_back(trouble, place, keeps_rows=keeps_rows) and not self._companions_come():
+        if not self._fall_back(trouble, place, keeps_rows=keeps_rows) and not (
+            self._is_base_in_force(trouble) and self._companions_come()
+        ):
             if trouble.is_last_try:
                 is_as_before = is_as_before and not self.is_in_step
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
@@ -169,12 +171,17 @@ class Recovery:
         while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
             if fallback.lossy and trouble.tried_again != trouble.base:
                 trouble.tried_again = trouble.base  # what has just been freed may be enough
-                return True
+                if self._is_base_in_force(trouble):
+                    return True
             trouble.fallback = fallback
             if self._changes_to(fallback.plan):
                 return True
             trouble.refused.add(fallback.plan)
         return False
+
+    def _is_base_in_force(self, trouble: _Trouble) -> bool:
+        """Return whether the last plan that applied is in force, or comes back after one that was refused."""
+        return self._session().plan == trouble.base or self._changes_to(trouble.base)
 
     def _changes_to(self, plan: Plan) -> bool:
         """Put a plan in force; False where it does not apply, or there is no room to change to it."""

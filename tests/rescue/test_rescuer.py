@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from memlab import Workload, fit
+from memlab.errors import RefusalError
 from memlab.measuring.ledger import Ledger, parameters_of, state_of
 from memlab.plan import Plan
 from memlab.rescue import recovery
+from memlab.rescue.fallback import Place
 from memlab.rescue.rescuer import Rescuer
 from tests.rescue.faults import Faults
 from tests.techniques.models import gpt2, ragged_batch
@@ -91,3 +97,46 @@ def test_the_half_precision_of_a_rescue_is_that_of_the_gpu(monkeypatch: pytest.M
         "step 1: memory ran out in the forward pass: as written → --fp16, same batch again, 2 attempts ("
     )
     assert said.endswith(" s lost); numbers are rounded otherwise from here on, which --keep precision forbids")
+
+
+class _Refusing:
+    """A session whose loop runs out of memory as written, and whose plans do not apply except one that rounds."""
+
+    def __init__(self, *, has_lossy: bool) -> None:
+        self.plan, self.steps, self.companions, self.tried = Plan(), 0, [], []
+        self.log = self.workload = self.switching = self
+        self.device, self.optimizers = torch.device("cpu"), [None]
+        self.fallbacks = [(Plan(accumulation=2), False), *([(Plan.parse("--bf16"), True)] if has_lossy else [])]
+
+    def change(self, plan: Plan, *, noted: bool) -> None:
+        self.plan = plan
+
+    def note(self, *_text: Any, **_more: Any) -> None:
+        pass
+
+    def next_plans(self, _base: Plan, _place: Any, *, refused: set[Plan], **_more: Any) -> Iterator[Any]:
+        return (SimpleNamespace(plan=plan, lossy=lossy) for plan, lossy in self.fallbacks if plan not in refused)
+
+    def work(self) -> None:
+        self.tried.append(self.plan.label)
+        if self.plan == Plan() and self.tried.count(self.plan.label) < len(self.fallbacks) + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if self.plan == Plan(accumulation=2):
+            raise RefusalError("accumulation", "its rows depend on each other", "leave it out")
+
+
+@pytest.mark.parametrize(
+    ("has_lossy", "tried"),
+    [
+        (True, ["as written", "--accumulate 2", "as written", "--bf16"]),
+        (False, ["as written", "--accumulate 2", "as written"]),
+    ],
+)
+def test_what_is_tried_once_more_is_the_plan_before_and_not_one_that_was_refused(
+    monkeypatch: pytest.MonkeyPatch, has_lossy: bool, tried: list[str]
+) -> None:
+    session: Any = _Refusing(has_lossy=has_lossy)
+    monkeypatch.setattr(recovery, "next_plans", session.next_plans)
+    recovering = recovery.Recovery(lambda: session, lambda: None, (), None, None, None)
+    recovering.until_it_fits(session.work, lambda error: recovering.make_room(error, Place.FORWARD))
+    assert session.tried == tried
