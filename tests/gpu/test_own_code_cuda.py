@@ -167,8 +167,12 @@ def _penalized_after(run: _Run) -> Figures:
     return [loss]
 
 
+def _penalty(run: _Run) -> Any:
+    return 1e-2 * sum(p.square().sum() for p in run.parameters)
+
+
 def _penalized_before(run: _Run) -> Figures:
-    loss = run.backward(1e-2 * sum(p.square().sum() for p in run.parameters))
+    loss = run.backward(_penalty(run))
     run.update()
     return [loss]
 
@@ -229,6 +233,16 @@ def _used_past_modules(run: _Run) -> Figures:
     halved = {name: p.detach() * 0.5 for name, p in run.model.named_parameters()}
     output = torch.func.functional_call(run.model, halved, (run.inputs,))
     return [loss, F.linear(hidden, up.weight, up.bias).sum(), output.sum()]
+
+
+def _asked_for_gradients(run: _Run) -> Figures:
+    run.backward()
+    held = [p.data for p in run.parameters]  # so that their graph is that of the GPU
+    slopes = torch.autograd.grad(_penalty(run), run.parameters)
+    del held
+    loss = run.backward()
+    run.update()
+    return [loss, _total(slopes)]
 
 
 def _asked_for_the_device(run: _Run) -> Figures:
@@ -330,6 +344,7 @@ LOOPS: list[Callable[[_Run], Figures]] = [
     _gradients_held,
     _hooked,
     _used_past_modules,
+    _asked_for_gradients,
     _asked_for_the_device,
     _saved,
 ]
@@ -408,6 +423,26 @@ def test_what_the_loop_has_looked_at_rests_again() -> None:
         run.model.cuda()
         run.model(run.inputs)
         assert _large_on_the_device(run.model) == 0
+
+
+def test_a_backward_pass_that_breaks_off_leaves_the_gradient_that_was_there() -> None:
+    run = _Run()
+    run.step = 0
+
+    def broken(_gradient: torch.Tensor) -> None:
+        raise ValueError("broken off")
+
+    with fit(Workload(run.model, run.optimizer), "--offload params"):
+        run.backward()
+        weight = run.model.blocks[2].down.weight
+        before = weight.grad.clone()
+        hook = weight.register_hook(broken)
+        with pytest.raises(ValueError, match="broken off"):
+            run.backward()
+        hook.remove()
+        with torch.no_grad():
+            run.model(run.inputs)
+        assert torch.equal(weight.grad, before)
 
 
 def test_without_room_on_the_device_it_is_used_where_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:

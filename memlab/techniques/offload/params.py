@@ -228,7 +228,7 @@ class OffloadParams(Technique):
             and self._gradients is not None
         ):
             self._block_streaming.pass_ended()
-            self._gradients.forget_aside()
+            self._gradients.pass_ended()
 
     # -- updates -------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class _Gradients:
     def serve(self, residence: BlockStreaming) -> None:
         """Have gradients follow the parameters that rest in a residence."""
         self._block_streaming = residence
-        residence.backward_ended = self._backward_ended
+        residence.backward_ended = self.pass_ended
 
     def watch(self, parameter: Parameter) -> None:
         """Have the gradients of a parameter, or an alias of one, leave; harmless when that is so already."""
@@ -387,14 +387,17 @@ class _Gradients:
                 handle.remove()
         self._watched.clear()
 
-    def forget_aside(self) -> None:
-        """Drop what was set aside in a backward pass that broke off."""
-        self._aside.clear()
+    def pass_ended(self) -> None:
+        """A backward pass is over; what was set aside in one that broke off comes back."""
         self._adding = _OneAtATime()
+        while self._aside:
+            parameter, gradient = self._aside.pop()
+            if parameter.grad is None:
+                set_gradient(parameter, gradient)
 
     def _comes(self, gradient: torch.Tensor | None, parameter: Parameter) -> None:
         """Before a gradient is added: autograd cannot add across devices."""
-        if gradient is None:
+        if gradient is None or not _is_added():
             return
         self._adding.begin()
         if parameter.grad is None:
@@ -460,18 +463,11 @@ class _Gradients:
                 return gradient
         return None
 
-    def _backward_ended(self) -> None:
-        self._adding = _OneAtATime()
-        while self._aside:  # `torch.autograd.grad` asked for the gradient, and accumulates none
-            parameter, gradient = self._aside.pop()
-            if parameter.grad is None:
-                parameter.grad = gradient
-
 
 class _OneAtATime:
     """Autograd adds gradients of the host and of a GPU to one parameter in two threads, where a loop uses it beside its model."""
 
-    # `torch.autograd.grad` adds nothing, and so does not come to the end
+    # a backward pass that breaks off while it adds does not come to the end
     _LONGEST_SECONDS = 1.0
 
     def __init__(self) -> None:
@@ -489,6 +485,14 @@ class _OneAtATime:
         if self._thread == threading.get_ident():
             self._thread = -1
             self._lock.release()
+
+
+def _is_added() -> bool:
+    """Return whether the gradient that a hook on a leaf is called with will be added; `torch.autograd.grad` adds none."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch._C._current_autograd_node()))
+    except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was asked for
+        return False
 
 
 def _when_complete(method: weakref.WeakMethod[Any]) -> Callable[[Parameter], None]:
