@@ -60,7 +60,10 @@ _LEAST_SECONDS_BETWEEN = 0.02
 
 
 class CellWatch:
-    """Applies a plan where a cell trains, and measures the cell."""
+    """Applies a plan where a cell trains, and measures the cell.
+
+    It is long because finding models, applying plans to them and measuring them go on at once, over one list of sessions.
+    """
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ to them, they are kept.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType, FunctionType
@@ -66,7 +67,7 @@ _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _Values = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id: tensors, and what they are in the user's form
 
 
-class Watched:
+class Watched(ABC):
     """Tensors with a class under which torch asks before any of its functions is run on them."""
 
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
@@ -87,11 +88,11 @@ class Watched:
             if self._is_watched(tensor):
                 tensor.__class__ = own_class(tensor)
 
+    @abstractmethod
     def _asked(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:
         """Run a function on watched tensors, for the code in a frame."""
-        raise NotImplementedError
 
     def _methods(self, kind: type[torch.Tensor]) -> dict[str, Any]:
         """What the class of watched tensors has beside torch's: of functions that write, only `set_` does not ask."""

@@ -20,11 +20,7 @@ def net(wide, out, width=64):
     return nn.Sequential(nn.Linear(wide, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, out))
 G, D = net(16, 48), net(48, 1)
 """
-OF_EACH = "optG, optD = (torch.optim.Adam(m.parameters(), lr=1e-3) for m in (G, D))\n"
-LOOPS = {
-    "a judge of real and made ones": (
-        OF_EACH,
-        """
+JUDGED = """
 for i in range(6):
     real = torch.randn(128, 48)
     fake = G(torch.randn(128, 16))
@@ -33,7 +29,13 @@ for i in range(6):
     loss.backward()
     optD.step()
     optG.zero_grad()
-    judged = -D(fake).mean()
+"""
+OF_EACH = "optG, optD = (torch.optim.Adam(m.parameters(), lr=1e-3) for m in (G, D))\n"
+LOOPS = {
+    "a judge of real and made ones": (
+        OF_EACH,
+        JUDGED
+        + """    judged = -D(fake).mean()
     judged.backward()
     optG.step()
     total = 0.9 * loss.item() + judged.item()
@@ -139,19 +141,14 @@ def test_trials_run_the_step_of_the_loop(shell: Any, cell: Cell) -> None:
     assert all(map(torch.equal, before, [p for name in "GD" for p in shell.user_ns[name].parameters()]))
 
 
-OF_THE_LOOP = """
+OF_THE_LOOP = (
+    """
 import copy
 if "averaged" not in globals():
     averaged, running, frozen = copy.deepcopy(G), torch.zeros(1), net(48, 8).requires_grad_(False)
-for i in range(6):
-    real = torch.randn(128, 48)
-    fake = G(torch.randn(128, 16))
-    optD.zero_grad()
-    loss = F.softplus(-D(real)).mean() + F.softplus(D(fake.detach())).mean()
-    loss.backward()
-    optD.step()
-    optG.zero_grad()
-    judged = -D(fake).mean() + (frozen(fake) - frozen(real)).square().mean()
+"""
+    + JUDGED
+    + """    judged = -D(fake).mean() + (frozen(fake) - frozen(real)).square().mean()
     judged.backward()
     optG.step()
     running.mul_(0.9).add_(loss.detach() + judged.detach())
@@ -159,6 +156,7 @@ for i in range(6):
         for one, other in zip(averaged.parameters(), G.parameters()):
             one.lerp_(other, 0.01)
 """
+)
 
 
 def test_a_trial_leaves_what_the_loop_has_made_beside_its_models(shell: Any, cell: Cell) -> None:
