@@ -17,7 +17,7 @@ from memlab.plan import Plan
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload, stale_in_step
 from memlab.session import Session
-from memlab.session.tape import Tape
+from memlab.session.tape import Tape, tape_of
 
 # after so many steps of several models one was recorded, if that can be
 _MOST_STEPS_UNTIL_CHOSEN = 8
@@ -27,7 +27,7 @@ class Chooser(Observer):
     """Chooses the plan at the first training forward of a cell, when the batch is known, and applies it to it.
 
     A session looks at its techniques after its observers were told of a forward, so the forward that begins
-    runs under the new plan already. Where several models train, the plan is chosen again once a step of their loop is recorded.
+    runs under the new plan already. It is chosen again once a step of the loop is recorded, where that says more.
     """
 
     def __init__(
@@ -55,11 +55,15 @@ class Chooser(Observer):
             live = self._session.workload
             self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)
         known = [each.workload for each in self._choosers if each.workload is not None]
-        if len(self._choosers) == 1:
-            if is_first:
-                self._session.switch(self._chosen(known), now=True)
-            return
         tape = self._tape()
+        if len(self._choosers) == 1:
+            known[0].tape = tape
+            is_final = tape_of(known) is not None
+            if is_first or is_final:
+                self._session.switch(self._chosen(known), now=True)
+            if is_final:
+                self.let_go()
+            return
         if tape is None or tape.problem:
             if is_first:
                 self._session.switch(self._choosers[0]._session.plan, now=True)
@@ -85,7 +89,7 @@ class Chooser(Observer):
     def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         # a further model is called by then, and a step was recorded; the batch must not be kept for the whole cell
         self._steps += 1
-        if self.is_final or self._steps < (2 if len(self._choosers) == 1 else _MOST_STEPS_UNTIL_CHOSEN):
+        if self.is_final or self._steps < (3 if len(self._choosers) == 1 else _MOST_STEPS_UNTIL_CHOSEN):
             return
         if len(self._choosers) > 1:
             tape = self._tape()

@@ -274,7 +274,7 @@ def bring_up_to_date(control: Control, history: History) -> None:
     rows = history.comparison.measurements if history.comparison is not None else ()
     control.know(rows, (*history.plan_space, *history.predicted.values()))
     if history.batch is not None:
-        control.model.batch = history.batch
+        control.model.batch, control.model.tape = history.batch, history.tape
 
 
 def _has_page(shell: Shell | None) -> bool:

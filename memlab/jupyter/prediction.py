@@ -30,6 +30,7 @@ from memlab.records.ranks import PredictedRanks
 from memlab.report.ranking import verdict_words
 from memlab.runtime.workload import Batch, Workload, describe_all, optimizers_of
 from memlab.session import Session
+from memlab.session.tape import tape_of
 from memlab.units import format_bytes, format_change, parse_bytes
 
 Say = Callable[[str], None]
@@ -91,7 +92,9 @@ def workloads_of(
         )
     if options.loss_fn and len(options.batch) != 2:
         raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
-    return [_with_batch(command, live, batch, loss_fn, needs_batch=needs_batch)]
+    found[0] = _with_batch(command, live, batch, loss_fn, needs_batch=needs_batch)
+    found[0].tape = history_of(live.model).tape
+    return found
 
 
 def _with_batch(
@@ -254,7 +257,7 @@ def choice(
 
         history = history_of(workloads[0])
         workloads = _whole_loop(workloads, history, history_of)
-        is_recorded = workloads[0].tape is not None
+        is_recorded = tape_of(workloads) is not None
         key = (budget_bytes, fixed, options.lossless, is_recorded, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")

@@ -18,6 +18,7 @@ from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
+from memlab.session.tape import Tape
 
 
 class LiveModel:
@@ -27,6 +28,7 @@ class LiveModel:
         self.name = type(model).__name__  # of the model, as the notebook or its class has it
         # what the model is called with, to measure and to predict with; None where it is not known yet
         self.batch: Any = None
+        self.tape: Tape | None = None  # a step of its loop on such a batch, where one was recorded
         # called as ``loss_fn(output, target)``; None when the model returns its own loss
         self.loss_fn: Callable[..., torch.Tensor] | None = None
         self._gone = gone  # called by whatever thread collects the model
@@ -70,7 +72,9 @@ class LiveModel:
                 "%memfit panel --batch NAME"
             )
         live = session.workload if session is not None else Workload(model, self._live_optimizers(), name=self.name)
-        return Workload(model, live.optimizers, self.batch, self.loss_fn, live.scheduler, live.name)
+        workload = Workload(model, live.optimizers, self.batch, self.loss_fn, live.scheduler, live.name)
+        workload.tape = self.tape
+        return workload
 
     def _alive(self) -> nn.Module:
         model = self._model()
@@ -82,7 +86,7 @@ class LiveModel:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def _forget(self, _model: object) -> None:
-        self.batch, self.loss_fn = None, None
+        self.batch = self.loss_fn = self.tape = None
         self._gone()
 
 

@@ -17,6 +17,7 @@ from memlab.records import Fit, Measurement, Prediction, Verdict, fastest, predi
 from memlab.records.live_state import Moment
 from memlab.runtime.workload import Batch, Workload
 from memlab.search.finding import considered
+from memlab.session.tape import tape_of
 from memlab.units import format_bytes, format_change, format_difference
 
 
@@ -84,7 +85,7 @@ class LivePredictions:
         return Plan.of_label(best.plan)
 
     def _begin(self, workload: Workload, *, is_calibrated: bool) -> None:
-        made_for = (Batch.of(workload.batch).shapes, is_calibrated)
+        made_for = (Batch.of(workload.batch).shapes, is_calibrated, tape_of([workload]) is not None)
         with self._lock:
             if self._made_for not in (None, made_for):
                 self._predictions.clear()

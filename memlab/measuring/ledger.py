@@ -131,6 +131,7 @@ class Ledger(WatchingMode):
         self._live: dict[int, _Alive] = {}
         self._gone: deque[_Alive] = deque()  # deaths that are not recorded yet
         self._assigned: dict[int, Category] = {}
+        self._given: set[int] = set()  # numbers of what a model was called with and nobody saw being born
         self.owner = 0  # number of the model whose call is under way, where several train; 0 for none
         self._owners: dict[int, int] = {}
         self._events: list[RawEvent] = []
@@ -179,6 +180,11 @@ class Ledger(WatchingMode):
         self._sum, self._summed = (0, 0, None), False
         self.peak_bytes = self._live_bytes
         self._start = perf_counter()
+
+    def leave_data(self) -> None:
+        """Count batches of the steps before no more: what is left of them is the loop's data, like all other data."""
+        self._live = {key: alive for key, alive in self._live.items() if alive.number not in self._given}
+        self._given.clear()
 
     def know(self, holdings: Iterable[Holding]) -> None:
         """Assign categories to tensors; those not tracked yet are counted from now on."""
@@ -388,6 +394,8 @@ class Ledger(WatchingMode):
     def _assign(self, storage: torch.UntypedStorage, category: Category) -> None:
         if storage._cdata not in self._live:
             self._track(storage)
+            if category is Category.ACTIVATIONS:
+                self._given.add(self._born)
         alive = self._live.get(storage._cdata)
         if alive is not None and self._assigned.get(alive.number) is not Category.PARAMETERS:
             self._assigned[alive.number] = category

@@ -68,7 +68,7 @@ class Meter(Observer):
         self._step: OpenStep | None = None
         self.in_forward = False
         self._in_step = False
-        self.records = False  # whether a step of a loop that trains several models is recorded
+        self.records = False  # whether a step of the loop is recorded
         self.tape: Tape | None = None  # that step; None as long as none was
         self._recorder: Recorder | None = None
 
@@ -260,6 +260,7 @@ class Meter(Observer):
     def _begin_step(self, batch: Batch) -> OpenStep:
         observed = self.device.observes_every_step or self._is_due()
         step = OpenStep(begin=self.times.last_end or self.device.mark(), observed=observed)
+        self._ledger.leave_data()
         self._forget_peaks(step, inputs_of(batch) if observed else ())
         if observed:
             self._ledger.start()
@@ -311,14 +312,13 @@ class Meter(Observer):
             self._read_counters(period)
 
     def _record(self, step: OpenStep) -> None:
-        """Record the next step of a loop that trains several models, if none was that is as large as the one that is over."""
+        """Record the next step of the loop, if none was that is as large as the one that is over."""
         if self._recorder is not None:
             found = self._recorder.finish(step.samples)
             self.tape, self._recorder = found or self.tape, None
             self.records = found is not None  # compiled code stays in the way
         elif (
             self.records
-            and len(self._models) > 1
             and self._is_due()
             and (self.tape is None or self.tape.rows < step.samples)
         ):

@@ -70,9 +70,11 @@ class Parts:
     # what comes once, before or in the first step: accumulation's look at a few rows, or a pass in which a technique sees
     # how to run those after it; None for neither
     look: Segment | None = None
+    look_base: Levels | None = None  # what lives before that, where it is less than later
     has_state: bool = False  # whether the optimizer has taken steps already, so that its state lives during that look
     kept: Levels = NOTHING  # bytes by category of outputs that stay until the update
-    inputs: tuple[int, ...] = ()  # sizes of the batch's tensors
+    inputs: tuple[int, ...] = ()  # sizes of the batch's tensors, and of what else stays
+    carried: Mapping[int, int] = field(default_factory=dict)  # sizes of what dies in the pass of the next step, by number
     # sizes of what lives before the first step, by number in the last segment
     owned: Mapping[int, int] = field(default_factory=dict)
     # sizes of the optimizer state that the first step creates, likewise
@@ -93,7 +95,8 @@ class Parts:
         bases = self.bases()
         peaks = [added(base, segment.shape.peak) for base, segment in zip(bases, self.segments, strict=True)]
         if self.look is not None:
-            peaks.append(added(self.base if self.has_state else without_state(self.base), self.look.shape.peak))
+            base = self.base if self.look_base is None else self.look_base
+            peaks.append(added(base if self.has_state else without_state(base), self.look.shape.peak))
         return max([*peaks, *bases], key=sum)
 
     @property
@@ -109,6 +112,7 @@ class _Passed:
     host_bytes: int
     notes: tuple[str, ...]
     look: Segment | None
+    look_base: Levels | None = None
     kept: Levels = NOTHING
 
 
@@ -132,7 +136,7 @@ class PlanPredictor:
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
         self._applied: Applied | None = None
-        self._replayed: dict[Plan, tuple[Trace, Trace]] = {}
+        self._replayed: dict[Plan, tuple[Trace, _Passed]] = {}
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
@@ -153,7 +157,9 @@ class PlanPredictor:
 
     @property
     def rows(self) -> int:
-        return self._passes.whole(Plan()).samples if self._tape is None else self._tape.rows
+        if self._tape is not None:
+            return self._tape.rows
+        return self._passes.whole(Plan()).samples
 
     def refusal(self, plan: Plan) -> RefusalError | None:
         """Why a plan does not apply here; None when it does. Each setting of a technique is asked once."""
@@ -185,9 +191,9 @@ class PlanPredictor:
     def parts(self, plan: Plan) -> Parts:
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
-        is_woven = (
-            self._tape is not None or plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None
-        )
+        is_woven = plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None
+        if self._tape is not None:
+            is_woven = is_woven or len(self._tracer.twins) > 1 or not self._tape.ends_with_update
         parts = self._traced(plan) if is_woven else self._composed(plan)
         if not self._holds_outputs or plan.accumulation > 1:
             return parts
@@ -204,7 +210,9 @@ class PlanPredictor:
     def _traced(self, plan: Plan) -> Parts:
         tape = self._tape
         first, second = self._tracer.steps(plan) if tape is None else self._tracer.steps_of_tape(plan, tape)
-        trace = max((first, second), key=lambda one: one.observation.peak_bytes)
+        # gradients that are there before the first step of a tape are made where no technique puts them
+        is_off = tape is not None and tape.gradients and plan.tier_of(Offloaded.PARAMS) is not None
+        trace = second if is_off else max((first, second), key=lambda one: one.observation.peak_bytes)
         return Parts(
             base=added(levels(trace.observation.baseline_bytes), self._workspaces),
             segments=(segment_of(trace, self.target.rates_under(plan)),),
@@ -216,24 +224,31 @@ class PlanPredictor:
         )
 
     def _composed(self, plan: Plan) -> Parts:
-        settings = of_model(plan)
         is_split = plan.accumulation > 1
-        whole = self._passes.whole(without_budget(settings) if is_split else settings)
+        if self._tape is not None or (is_split and self._is_replayed):
+            whole, passed = self._in_parts(plan)
+        else:
+            settings = of_model(plan)
+            whole = self._passes.whole(without_budget(settings) if is_split else settings)
+            passed = self._repeated(plan, whole.samples)
         update, updating, first = self._update(_of_optimizers(plan), whole)
         before = update.observation.baseline_bytes
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
-        passed = self._in_parts(plan) if is_split and self._is_replayed else self._repeated(plan, whole.samples)
+        staying = _sizes(whole, Category.ACTIVATIONS) | _sizes(whole, Category.GRADIENTS)
+        dying = {number for _, size_bytes, number, _ in whole.observation.raw if size_bytes < 0}
         return Parts(
-            base=added(added(levels(whole.observation.baseline_bytes), state), self._workspaces),
+            base=added(added(without_state(levels(whole.observation.baseline_bytes)), state), self._workspaces),
             segments=(*passed.segments, updating),
             samples=whole.samples,
             tokens=whole.tokens,
             host_bytes=passed.host_bytes + update.host_bytes,
             notes=tuple(dict.fromkeys((*passed.notes, *update.notes))),
             look=passed.look,
+            look_base=None if passed.look_base is None else added(passed.look_base, added(state, self._workspaces)),
             has_state=self._has_state,
             kept=passed.kept,
-            inputs=tuple(_sizes(whole, Category.ACTIVATIONS).values()),
+            inputs=tuple(size for number, size in staying.items() if number not in dying),
+            carried={number: size for number, size in staying.items() if number in dying},
             owned=_sizes(update, Category.PARAMETERS),
             state=_sizes(update, Category.OPTIMIZER_STATE),
             applied=self._applying(plan),
@@ -264,14 +279,25 @@ class PlanPredictor:
             kept=self._passes.kept(settings) if is_split else NOTHING,
         )
 
-    def _in_parts(self, plan: Plan) -> _Passed:
-        """Return the one pass in which micro-batches are replayed."""
+    def _in_parts(self, plan: Plan) -> tuple[Trace, _Passed]:
+        """Return the one pass in which micro-batches are replayed, or that was recorded, and what becomes of it."""
         settings = replace(of_model(plan), accumulation=plan.accumulation, batchnorm=plan.batchnorm)
         if settings not in self._replayed:
-            self._replayed[settings] = self._tracer.passes_in_parts(settings)
-        first, trace = self._replayed[settings]
-        segment, look = (segment_of(each, self.target.rates_under(settings)) for each in (trace, first))
-        return _Passed([segment], trace.host_bytes, trace.notes, look)
+            passes = self._tracer.passes_in_parts if self._tape is None else self._recorded_passes
+            first, trace = passes(settings)
+            rates = self.target.rates_under(settings)
+            has_look = plan.accumulation > 1 or first.is_decided
+            look = segment_of(first, rates) if has_look else None
+            base = without_state(levels(first.observation.baseline_bytes))
+            self._replayed[settings] = (
+                trace,
+                _Passed([segment_of(trace, rates)], trace.host_bytes, trace.notes, look, base),
+            )
+        return self._replayed[settings]
+
+    def _recorded_passes(self, settings: Plan) -> tuple[Trace, Trace]:
+        assert self._tape is not None
+        return self._tracer.passes_of_tape(settings, self._tape)
 
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
         """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""

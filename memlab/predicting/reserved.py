@@ -88,6 +88,8 @@ class Script:
     applied: Applied | None = None  # how the plan was applied, where that matters
     first: Events | None = None  # the last stretch of the first step, where it creates the optimizer's state
     has_state: bool = False  # whether there is optimizer state before the first step; otherwise its update creates it
+    # sizes of what the pass of the next step ends, as gradients that a loop drops after its forward, by number there
+    carried: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
         applied=parts.applied,
         first=None if parts.first_update is None else parts.first_update.events,
         has_state=parts.has_state,
+        carried=parts.carried,
     )
 
 
@@ -164,6 +167,7 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
     if script.look:
         player.begin(0, _LOOK)
         _end(player, _played(player, script.look, script.workspaces.get(_LOOK, ())).values())
+    carried: dict[int, Any] = {}
     for step in steps:
         left: list[Any] = []
         outputs: list[Any] = []
@@ -171,7 +175,7 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
             player.begin(step, place)
             if place == len(script.passes):
                 break
-            live = _played(player, events, () if step else script.workspaces.get(place, ()))
+            live = _played(player, events, () if step else script.workspaces.get(place, ()), {} if place else carried)
             if len(script.passes) > 1:
                 # a split batch keeps its outputs until it is whole: see `accumulation.micro`
                 kept = {number for _, number, category, _ in events if category != _GRADIENTS and number in live}
@@ -186,6 +190,7 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
         held = _played(player, last, script.workspaces.get(0, ()) if is_first else (), held)
         # what an update leaves in place of what it found counts again from there
         held, gone = _renumbered(held, {**script.owned, **script.state})
+        carried, left = _renumbered(dict(enumerate(left, -len(left))), script.carried)
         _end(player, [*left, *gone])
 
 

@@ -8,6 +8,8 @@ Between two cells of a notebook there is no loop, and none of these modes (`paus
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -81,6 +83,21 @@ class UncompiledMode(LoopMode):
 
     def _step_aside(self, _compiling: Any) -> None:
         super().end()
+
+
+_call = (lambda func, args, kwargs: func(*args, **kwargs)).__code__
+
+
+def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call what a mode was told of, from a frame of the loop's file and line: a warning shows where it was called.
+
+    For `__torch_function__` alone, which must call it itself.
+    """
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__") == "torch.overrides" and frame.f_back is not None:
+        frame = frame.f_back.f_back or frame  # past a function of Python, which has handed itself over
+    code = _call.replace(co_filename=frame.f_code.co_filename, co_firstlineno=frame.f_lineno)
+    return FunctionType(code, frame.f_globals)(func, args, kwargs)
 
 
 _paused: set[LoopMode] = set()

@@ -134,7 +134,7 @@ class Workload:
 
     Attributes:
         trained_on: the device, while an engine keeps parameters elsewhere between uses.
-        tape: a step of the loop that trains it with other models, where one was recorded.
+        tape: a step of the loop that trains it, where one was recorded.
 
     Raises:
         WorkloadError: not a module, no trainable parameter, or an optimizer that steps none of the

@@ -1,4 +1,4 @@
-"""`Tape`: one step of a loop that trains several models, recorded while it runs, to be run again with others in their place.
+"""`Tape`: one step of a loop, recorded while it runs, to be run again with other models in place of those it trains.
 
 What a loop computes between its model calls (criteria, noise, penalties, clipping) is known to nobody but the loop. Rules of the tape:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +27,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memlab.errors import WorkloadError
-from memlab.runtime.loop_mode import UncompiledMode
+from memlab.errors import TraceError, WorkloadError
+from memlab.runtime.hooks import loss_of
+from memlab.runtime.loop_mode import UncompiledMode, called_from_loop
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.tree import Structure, flatten, holds_tensors, tensors_in
-from memlab.runtime.workload import Workload
+from memlab.runtime.workload import Batch, Workload
 
 _MOST_ENTRIES = 20_000
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
@@ -78,7 +79,8 @@ class _Entry:
     leaves: Sequence[Any]
     structure: Structure
     mode: tuple[bool, str, torch.dtype | None]  # whether graphs are made; device type and dtype of autocast, if any
-    results: list[int] = field(default_factory=list)  # numbers of the tensors that came out
+    # numbers of the tensors that came out, by their places; -1 for parameters
+    results: dict[Any, int] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # numbers of those that are let go of before it
     after: list[int] = field(default_factory=list)  # and after it
 
@@ -94,6 +96,10 @@ class Tape:
     models: tuple[weakref.ref[nn.Module], ...]
     optimizers: tuple[weakref.ref[Optimizer], ...]
     rows: int  # of a step
+    shapes: Any = ()  # of what a model was first called with, as `Batch.shapes`
+    # whether a step is no more than a call that gives the loss, its backward pass and the update, begun without gradients
+    is_plain: bool = False
+    ends_with_update: bool = False  # whether no model is called after the first update
     problem: str = ""  # why it cannot be run again; empty when it can
 
     def is_of(self, workloads: Sequence[Workload]) -> bool:
@@ -105,16 +111,23 @@ class Tape:
 
 
 def tape_of(workloads: Sequence[Workload]) -> Tape | None:
-    """Return the step that was recorded of the loop that trains several models; None where none was.
+    """Return the step that was recorded of the loop that trains models; None where none was.
+
+    For one model also where its batch and its own loss say as much as the tape, or more.
 
     Raises:
-        WorkloadError: one was, and cannot be run again.
+        WorkloadError: one of several models was, and cannot be run again.
     """
     tape = workloads[0].tape
-    if len(workloads) < 2 or tape is None or not tape.is_of(workloads):
+    if tape is None or not tape.is_of(workloads):
         return None
     gone = "a model is gone whose parameters it used" if any(given() is None for given in tape.given.values()) else ""
-    if problem := tape.problem or gone:
+    problem = tape.problem or gone
+    if len(workloads) == 1:
+        one = workloads[0]
+        is_known = tape.is_plain or one.loss_fn is not None or tape.shapes != Batch.of(one.batch).shapes
+        return None if problem or is_known else tape
+    if problem:
         names = " and ".join(each.name for each in workloads)
         raise WorkloadError(
             f"a step of the loop that trains {names} cannot be run by itself: {problem}; measure plans in the loop, as in "
@@ -159,6 +172,8 @@ class Recorder(UncompiledMode):
         self._numbers = 0
         self._within: _Entry | None = None  # the call or step under way
         self._was_missing = False  # whether it was not there when it should have been
+        self._shapes: Any = ()
+        self._losses = 0  # calls that gave one
         self._problem = ""
 
     def begin(self) -> None:
@@ -169,6 +184,7 @@ class Recorder(UncompiledMode):
             if (place := self._places[id(tensor)])
         )
         self._gradients = [place for place, tensor in parts if tensor.grad is not None]
+        self._first_node = torch._C._autograd._get_sequence_nr()
         _recorders[threading.get_ident()] = self
         super().begin()
 
@@ -191,8 +207,15 @@ class Recorder(UncompiledMode):
         optimizers = tuple(weakref.ref(optimizer) for optimizer in self._optimizers)
         given = {number: _reference(tensor) for number, (tensor, _) in self._given.items()}
         written = {number for number, (tensor, version) in self._given.items() if _may_be_written(tensor, version)}
+        calls = sum(isinstance(entry.what, _Call) for entry in whole)
+        is_plain = calls == self._losses == 1 and not self._gradients
+        kinds = [type(entry.what) for entry in whole]
+        ends = _Update in kinds and _Call not in kinds[kinds.index(_Update) :]
         self.drop()
-        return Tape(whole, given, written, self._gradients, models, optimizers, rows, problem) if was_there else None
+        if not was_there:
+            return None
+        of_step = (self._shapes, is_plain, ends, problem)
+        return Tape(whole, given, written, self._gradients, models, optimizers, rows, *of_step)
 
     # -- what is recorded ----------------------------------------------------------------------
 
@@ -205,7 +228,9 @@ class Recorder(UncompiledMode):
             return run(*args, **kwargs)
         with self._entered(_Call(number, model.training), (args, dict(kwargs))) as entry:
             output = run(*args, **kwargs)
-            self._number(entry, flatten(output)[0])
+            self._number(entry, _by_place(output))
+            self._shapes = self._shapes or Batch(args, dict(kwargs)).shapes
+            self._losses += loss_of(output) is not None
         return output
 
     def step_begins(self, optimizer: Optimizer) -> None:
@@ -225,12 +250,12 @@ class Recorder(UncompiledMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._within is not None or self._problem:
-            return func(*args, **kwargs)
+            return called_from_loop(func, args, kwargs)
         if func is torch.Tensor.__iter__:  # what comes out of an iterator would not be known
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         entry = self._entry(func, (args, kwargs))
         try:
-            result = func(*args, **kwargs)
+            result = called_from_loop(func, args, kwargs)
         except BaseException:
             self._forget(entry)
             raise
@@ -238,7 +263,7 @@ class Recorder(UncompiledMode):
             self._note_gone(entry.before)
         tensors = tensors_in(result)
         if tensors or (result is None and any(isinstance(leaf, (_Value, _Part)) for leaf in entry.leaves)):
-            self._number(entry, tensors)
+            self._number(entry, dict(enumerate(tensors)))
         else:
             self._entries.pop()  # a question about a tensor
         return result
@@ -288,20 +313,19 @@ class Recorder(UncompiledMode):
         known = self._known.get(id(leaf))
         if known is None or known() is not leaf:
             known = self._remember(leaf)
-            # a number of the step before is none of this step's graph
-            given = leaf.detach() if leaf.numel() == 1 and leaf.grad_fn is not None else leaf
+            node = leaf.grad_fn
+            # what was made in the step before is none of this step's graph
+            given = leaf.detach() if node is not None and node._sequence_nr() < self._first_node else leaf
             self._given[known.number] = given, None if leaf.is_inference() else leaf._version
         return _Value(known.number)
 
-    def _number(self, entry: _Entry, results: Sequence[Any]) -> None:
-        for result in results:
-            if not isinstance(result, torch.Tensor):
-                continue
+    def _number(self, entry: _Entry, results: Mapping[Any, torch.Tensor]) -> None:
+        for place, result in results.items():
             known = self._known.get(id(result))
             is_own = id(result) in self._places
             if not is_own and (known is None or known() is not result):
                 known = self._remember(result)
-            entry.results.append(-1 if is_own or known is None else known.number)
+            entry.results[place] = -1 if is_own or known is None else known.number
 
     def _remember(self, tensor: torch.Tensor) -> _Alive:
         self._known[id(tensor)] = alive = _Alive(tensor, self._gone.append)
@@ -344,7 +368,7 @@ class Replay:
         self._values: dict[int, torch.Tensor] = {}
         self._give()
         # what outlives the step because a parameter holds it
-        self._held = [number for entry in tape.entries if entry.what == _GRADIENT for number in entry.results]
+        self._held = {number for entry in tape.entries if entry.what == _GRADIENT for number in entry.results.values()}
 
     def _give(self) -> None:
         """Have what the loop is given there, also what it let go of in the step before."""
@@ -378,7 +402,11 @@ class Replay:
                 self._drop(entry.after)
         self._drop(self._held)
 
-    def _drop(self, numbers: Sequence[int]) -> None:
+    def _is_gone(self, number: int) -> bool:
+        """Return whether a gradient is not there that was there in the loop, as when a plan has released it."""
+        return number in self._held and number not in self._values
+
+    def _drop(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._values.pop(number, None)
 
@@ -387,26 +415,39 @@ class Replay:
         if isinstance(what, _Update):
             self._optimizers[what.optimizer].step()
             return
+        if any(isinstance(leaf, _Value) and self._is_gone(leaf.number) for leaf in entry.leaves):
+            return  # a loop leaves out what has no gradient
         args, kwargs = entry.structure.put([self._leaf(leaf) for leaf in entry.leaves])
         if isinstance(what, _Call):
             model = self._models[what.model]
             if model.training is not what.is_training:
                 model.train(what.is_training)
-            results = flatten(model(*args, **kwargs))[0]
+            results = _by_place(model(*args, **kwargs))  # which may be fewer, as without a key-value cache
         else:
-            results = tensors_in(what(*args, **kwargs))
+            results = dict(enumerate(tensors_in(what(*args, **kwargs))))
+            if results and len(results) != len(entry.results):
+                raise WorkloadError(f"{what} gives {len(results)} tensors, and gave {len(entry.results)} in the loop")
         del args, kwargs
-        tensors = [result for result in results if isinstance(result, torch.Tensor)]
-        if len(tensors) != len(entry.results) and tensors:
-            raise WorkloadError(f"{what} gives {len(tensors)} tensors, and gave {len(entry.results)} in the loop")
-        for number, result in zip(entry.results, tensors, strict=False):  # gradients may be gone
-            if number >= 0:
-                self._values[number] = result
+        for place, number in entry.results.items():
+            if number >= 0 and place in results:
+                self._values[number] = results[place]
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, _Value):
+            if leaf.number not in self._values:
+                raise TraceError("the loop uses an output of the model that there is none of under this plan")
             return self._values[leaf.number]
         return self._parts[leaf.model][leaf.place] if isinstance(leaf, _Part) else leaf
+
+
+def _by_place(output: Any) -> dict[Any, torch.Tensor]:
+    """Tensors in what a model returned, by their places: name or number of an item, and number within it."""
+    if isinstance(output, Mapping):
+        items: Iterable[tuple[Any, Any]] = output.items()
+    else:
+        items = enumerate(output) if isinstance(output, tuple | list) else ((0, output),)
+    found = {(name, place): leaf for name, item in items for place, leaf in enumerate(flatten(item)[0])}
+    return {place: leaf for place, leaf in found.items() if isinstance(leaf, torch.Tensor)}
 
 
 def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -131,7 +131,19 @@ class Tracer:
             return [self._step(session, seen) for _ in range(_STEPS)]
 
     def steps_of_tape(self, plan: Plan, tape: Tape) -> list[Trace]:
-        """Trace steps of a loop that trains several models, as they were recorded; else as `steps`."""
+        """Trace steps of a loop as they were recorded; else as `steps`."""
+        with self._replay(plan, tape) as (replay, all_of_them):
+            return [self._step_of_tape(replay, all_of_them) for _ in range(_STEPS)]
+
+    def passes_of_tape(self, plan: Plan, tape: Tape) -> tuple[Trace, Trace]:
+        """Trace what a recorded step of one model does before its update, the first time and later; else as `passes_in_parts`."""
+        with self._replay(plan, tape) as (replay, all_of_them):
+            ((session, seen),) = all_of_them
+            first, second = (_before_update(self._step_of_tape(replay, all_of_them), seen) for _ in range(_STEPS))
+            return replace(first, is_decided=_learn_from_calls(session)), second
+
+    @contextmanager
+    def _replay(self, plan: Plan, tape: Tape) -> Iterator[tuple[Replay, list[tuple[Session, _StepObserver]]]]:
         with self._sessions(plan) as all_of_them:
             pairs = [(live, twin.workload) for live, twin in zip(self._live, self.twins, strict=True)]
             replay = Replay(
@@ -144,7 +156,7 @@ class Tracer:
                 self._make_state(seen for _, seen in all_of_them)
             all_of_them[0][1].recorder.start()
             replay.begin()
-            return [self._step_of_tape(replay, all_of_them) for _ in range(_STEPS)]
+            yield replay, all_of_them
 
     def _make_state(self, models: Iterable[_StepObserver]) -> None:
         """Take a first update, for steps of which none is the first."""
@@ -157,18 +169,28 @@ class Tracer:
 
     def _step_of_tape(self, replay: Replay, all_of_them: Sequence[tuple[Session, _StepObserver]]) -> Trace:
         recorder = all_of_them[0][1].recorder
-        recorder.begin(
-            holding  # none of them is kept: the loop drops gradients
-            for session, seen in all_of_them
-            for of in (
-                parameters_of(seen.workload.model),
-                gradients_of(seen.workload.model),
-                _held(session),
-                state_of(seen.workload.optimizers),
+        before: list[Priced] = []
+
+        def first_call() -> None:
+            """Begin where a meter does: what the loop does before it calls a model takes time, and leaves what it leaves."""
+            for _, seen in all_of_them:
+                seen.first_call = None
+            before[:] = [replace(each, event=0) for each in recorder.priced]
+            recorder.leave_data()
+            recorder.begin(
+                holding  # none of them is kept: the loop drops gradients
+                for session, seen in all_of_them
+                for of in (
+                    parameters_of(seen.workload.model),
+                    gradients_of(seen.workload.model),
+                    _held(session),
+                    state_of(seen.workload.optimizers),
+                )
+                for holding in of
             )
-            for holding in of
-        )
+
         for _, seen in all_of_them:
+            seen.first_call = first_call
             seen.start()
         replay.step()
         for _, seen in all_of_them:
@@ -176,6 +198,7 @@ class Tracer:
         found = [seen.finish(session) for session, seen in all_of_them]
         return replace(
             found[0],
+            priced=(*before, *found[0].priced),
             samples=min(each.samples for each in found),
             tokens=min((each.tokens for each in found if each.tokens), default=0),
             host_bytes=sum(each.host_bytes for each in found),
@@ -463,9 +486,12 @@ class _StepObserver(LedgerObserver):
         self.notes = notes
         self.outputs: list[int] = []
         self.samples = self.tokens = 0
+        self.first_call: Callable[[], None] | None = None  # called when the first call of a step begins
+        self.until_update = 0  # number of births and deaths before the first update
+        self.trained: frozenset[int] = frozenset()  # numbers of the parameters that have a gradient then
 
     def start(self) -> None:
-        self.samples = self.tokens = 0
+        self.samples = self.tokens = self.until_update = 0
         self.outputs.clear()
         self.recorder.start()
 
@@ -490,9 +516,18 @@ class _StepObserver(LedgerObserver):
             self.notes.append(text)
 
     def forward_begins(self, batch: Batch) -> None:
+        if self.first_call is not None:
+            self.first_call()
         super().forward_begins(batch)
         self.samples += batch.rows
         self.tokens += batch.tokens
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        super().step_begins(optimizer)
+        if not self.until_update:
+            self.until_update = self.recorder.events
+            parameters = enumerate(self.workload.model.parameters())
+            self.trained = frozenset(number for number, parameter in parameters if parameter.grad is not None)
 
 
 class _GradientsBefore:
@@ -548,6 +583,18 @@ def _kept(seen: _StepObserver, *, with_graph: bool) -> int:
     live_bytes = recorder.live_bytes
     del output
     return live_bytes
+
+
+def _before_update(trace: Trace, seen: _StepObserver) -> Trace:
+    """Return the part of a step that comes before its first update."""
+    until = seen.until_update
+    return replace(
+        trace,
+        observation=replace(trace.observation, raw=trace.observation.raw[:until]),
+        priced=tuple(each for each in trace.priced if each.event < until),
+        hidden=tuple(each for each in trace.hidden if each.event < until),
+        trained=seen.trained,
+    )
 
 
 def _learn_from_calls(session: Session) -> bool:

@@ -528,7 +528,7 @@ _WRITTEN_LATER = (
 
 def _state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
-    return (-1, -1) if gradient is None or gradient.is_sparse else (gradient.data_ptr(), gradient._version)
+    return (-1, -1) if gradient is None or gradient.is_sparse else (gradient.untyped_storage()._cdata, gradient._version)
 
 
 def _was_moved(gradient: torch.Tensor | None) -> bool:
