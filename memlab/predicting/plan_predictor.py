@@ -209,10 +209,10 @@ class PlanPredictor:
 
     def _traced(self, plan: Plan) -> Parts:
         tape = self._tape
-        first, second = self._tracer.steps(plan) if tape is None else self._tracer.steps_of_tape(plan, tape)
+        steps = self._tracer.steps(plan) if tape is None else self._tracer.steps_of_tape(plan, tape)
         # gradients that are there before the first step of a tape are made where no technique puts them
-        is_off = tape is not None and tape.gradients and plan.tier_of(Offloaded.PARAMS) is not None
-        trace = second if is_off else max((first, second), key=lambda one: one.observation.peak_bytes)
+        is_off = tape is not None and tape.keeps_gradients and plan.tier_of(Offloaded.PARAMS) is not None
+        trace = max(steps[bool(is_off) :], key=lambda one: one.observation.peak_bytes)
         return Parts(
             base=added(levels(trace.observation.baseline_bytes), self._workspaces),
             segments=(segment_of(trace, self.target.rates_under(plan)),),

@@ -97,6 +97,7 @@ class Tape:
     optimizers: tuple[weakref.ref[Optimizer], ...]
     rows: int  # of a step
     shapes: Any = ()  # of what a model was first called with, as `Batch.shapes`
+    keeps_gradients: bool = False  # whether those of the step before are there when a model is first called
     # whether a step is no more than a call that gives the loss, its backward pass and the update, begun without gradients
     is_plain: bool = False
     ends_with_update: bool = False  # whether no model is called after the first update
@@ -173,6 +174,7 @@ class Recorder(UncompiledMode):
         self._within: _Entry | None = None  # the call or step under way
         self._was_missing = False  # whether it was not there when it should have been
         self._shapes: Any = ()
+        self._keeps_gradients = False
         self._losses = 0  # calls that gave one
         self._problem = ""
 
@@ -208,13 +210,13 @@ class Recorder(UncompiledMode):
         given = {number: _reference(tensor) for number, (tensor, _) in self._given.items()}
         written = {number for number, (tensor, version) in self._given.items() if _may_be_written(tensor, version)}
         calls = sum(isinstance(entry.what, _Call) for entry in whole)
-        is_plain = calls == self._losses == 1 and not self._gradients
+        is_plain = calls == self._losses == 1 and not self._keeps_gradients
         kinds = [type(entry.what) for entry in whole]
         ends = _Update in kinds and _Call not in kinds[kinds.index(_Update) :]
         self.drop()
         if not was_there:
             return None
-        of_step = (self._shapes, is_plain, ends, problem)
+        of_step = (self._shapes, self._keeps_gradients, is_plain, ends, problem)
         return Tape(whole, given, written, self._gradients, models, optimizers, rows, *of_step)
 
     # -- what is recorded ----------------------------------------------------------------------
@@ -226,10 +228,13 @@ class Recorder(UncompiledMode):
             if self._within is not None and isinstance(self._within.what, _Update):
                 self._problem = "the loop calls a model within an optimizer's step"
             return run(*args, **kwargs)
+        if not self._shapes:
+            self._shapes = Batch(args, dict(kwargs)).shapes
+            with torch._C.DisableTorchFunction():  # a question of the recorder's own
+                self._keeps_gradients = any(p.grad is not None for each in self._models for p in each.parameters())
         with self._entered(_Call(number, model.training), (args, dict(kwargs))) as entry:
             output = run(*args, **kwargs)
             self._number(entry, _by_place(output))
-            self._shapes = self._shapes or Batch(args, dict(kwargs)).shapes
             self._losses += loss_of(output) is not None
         return output
 
@@ -416,6 +421,7 @@ class Replay:
             self._optimizers[what.optimizer].step()
             return
         if any(isinstance(leaf, _Value) and self._is_gone(leaf.number) for leaf in entry.leaves):
+            self._held.update(entry.results.values())
             return  # a loop leaves out what has no gradient
         args, kwargs = entry.structure.put([self._leaf(leaf) for leaf in entry.leaves])
         if isinstance(what, _Call):

@@ -23,7 +23,7 @@ from memlab.hardware.roofline import Bill
 from memlab.measuring.ledger import Holding, LedgerObserver, gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
-from memlab.plan import Plan
+from memlab.plan import Gradients, Plan
 from memlab.records import Category
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.lazy import LazyTensor
@@ -132,8 +132,12 @@ class Tracer:
 
     def steps_of_tape(self, plan: Plan, tape: Tape) -> list[Trace]:
         """Trace steps of a loop as they were recorded; else as `steps`."""
+        watched: list[Trace] = []
+        if plan.gradients is Gradients.RELEASE:  # it looks at the first step of a loop, and refuses it or not
+            with self._replay(plan, tape, is_known=False) as (replay, all_of_them):
+                watched = [self._step_of_tape(replay, all_of_them)]
         with self._replay(plan, tape) as (replay, all_of_them):
-            return [self._step_of_tape(replay, all_of_them) for _ in range(_STEPS)]
+            return [*watched, *(self._step_of_tape(replay, all_of_them) for _ in range(_STEPS))]
 
     def passes_of_tape(self, plan: Plan, tape: Tape) -> tuple[Trace, Trace]:
         """Trace what a recorded step of one model does before its update, the first time and later; else as `passes_in_parts`."""
@@ -143,8 +147,10 @@ class Tracer:
             return replace(first, is_decided=_learn_from_calls(session)), second
 
     @contextmanager
-    def _replay(self, plan: Plan, tape: Tape) -> Iterator[tuple[Replay, list[tuple[Session, _StepObserver]]]]:
-        with self._sessions(plan) as all_of_them:
+    def _replay(
+        self, plan: Plan, tape: Tape, *, is_known: bool = True
+    ) -> Iterator[tuple[Replay, list[tuple[Session, _StepObserver]]]]:
+        with self._sessions(plan, is_known=is_known) as all_of_them:
             pairs = [(live, twin.workload) for live, twin in zip(self._live, self.twins, strict=True)]
             replay = Replay(
                 tape,
@@ -428,13 +434,14 @@ class Tracer:
 
     @contextmanager
     def _sessions(
-        self, plan: Plan, before: Iterable[Holding] | None = None
+        self, plan: Plan, before: Iterable[Holding] | None = None, *, is_known: bool = True
     ) -> Iterator[list[tuple[Session, _StepObserver]]]:
         """A session on each twin that is being recorded; everything is put back afterwards.
 
         Args:
             plan: of the sessions.
             before: what lives before the plan is applied, where that is recorded, too.
+            is_known: whether the steps are memlab's own, and not those of a loop that a technique has to look at.
         """
         models = [twin.workload.model for twin in self.twins]
         live = (tensor for each in self._live for tensor in live_tensors(each))
@@ -443,7 +450,8 @@ class Tracer:
         # globals, closures and classes that the twin's forward reaches are the user's
         reached = [State.of_model(model, torch.device("cpu")) for model in models]
         try:
-            with _undisturbed(), self._choices.entered(), loop_is_known(), ExitStack() as stack:
+            known = loop_is_known() if is_known else nullcontext()
+            with _undisturbed(), self._choices.entered(), known, ExitStack() as stack:
                 for model in models:
                     stack.enter_context(_watched_model(model, recorder))
                 if before is not None:
