@@ -317,11 +317,7 @@ class Meter(Observer):
             found = self._recorder.finish(step.samples)
             self.tape, self._recorder = found or self.tape, None
             self.records = found is not None  # compiled code stays in the way
-        elif (
-            self.records
-            and self._is_due()
-            and (self.tape is None or self.tape.rows < step.samples)
-        ):
+        elif self.records and self._is_due() and (self.tape is None or self.tape.rows < step.samples):
             self._recorder = Recorder(self._models.all, self._models.optimizers)
             self._recorder.begin()
 

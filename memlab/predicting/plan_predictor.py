@@ -74,7 +74,8 @@ class Parts:
     has_state: bool = False  # whether the optimizer has taken steps already, so that its state lives during that look
     kept: Levels = NOTHING  # bytes by category of outputs that stay until the update
     inputs: tuple[int, ...] = ()  # sizes of the batch's tensors, and of what else stays
-    carried: Mapping[int, int] = field(default_factory=dict)  # sizes of what dies in the pass of the next step, by number
+    # sizes of what dies in the pass of the next step, by number there
+    carried: Mapping[int, int] = field(default_factory=dict)
     # sizes of what lives before the first step, by number in the last segment
     owned: Mapping[int, int] = field(default_factory=dict)
     # sizes of the optimizer state that the first step creates, likewise

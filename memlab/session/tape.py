@@ -7,7 +7,7 @@ What a loop computes between its model calls (criteria, noise, penalties, clippi
 2. It goes from the end of one step to the end of the next, so that a `zero_grad()` anywhere is on it.
 3. A tensor is let go of where the loop did. What died in a backward pass was held by the graph alone, and is let go of before it.
    What outlives the step is replaced when the next one makes it again, as a variable is.
-4. What the loop was given (batches) is kept by reference, parameters of other models weakly, and is there again in every step.
+4. What the loop was given (batches) is kept, of a GPU in host memory, parameters of other models weakly, and is there again in every step.
    What the step writes to, or may without a trace, is copied first where it is run for real. A tensor with a graph that comes from
    nowhere, a model call within an optimizer's step and a step of too many functions make a tape void, with the reason in words.
 5. Where anything was compiled by ``torch.compile`` nothing is recorded (`memlab.runtime.loop_mode`).
@@ -91,6 +91,7 @@ class Tape:
 
     entries: Sequence[_Entry]
     given: Mapping[int, Callable[[], torch.Tensor | None]]  # what the loop was given, by number; None where it is gone
+    devices: Mapping[int, torch.device]  # of them
     written: Collection[int]  # numbers of those that it writes to
     gradients: Sequence[_Part]  # parameters that have a gradient when it begins
     models: tuple[weakref.ref[nn.Module], ...]
@@ -169,6 +170,7 @@ class Recorder(UncompiledMode):
         self._gone: deque[_Alive] = deque()
         # with the version it had when it was first used; None where it has none
         self._given: dict[int, tuple[torch.Tensor, int | None]] = {}
+        self._devices: dict[int, torch.device] = {}
         self._entries: list[_Entry] = []
         self._numbers = 0
         self._within: _Entry | None = None  # the call or step under way
@@ -217,7 +219,7 @@ class Recorder(UncompiledMode):
         if not was_there:
             return None
         of_step = (self._shapes, self._keeps_gradients, is_plain, ends, problem)
-        return Tape(whole, given, written, self._gradients, models, optimizers, rows, *of_step)
+        return Tape(whole, given, self._devices, written, self._gradients, models, optimizers, rows, *of_step)
 
     # -- what is recorded ----------------------------------------------------------------------
 
@@ -230,8 +232,9 @@ class Recorder(UncompiledMode):
             return run(*args, **kwargs)
         if not self._shapes:
             self._shapes = Batch(args, dict(kwargs)).shapes
-            with torch._C.DisableTorchFunction():  # a question of the recorder's own
+            with torch._C.DisableTorchFunction():  # questions of the recorder's own
                 self._keeps_gradients = any(p.grad is not None for each in self._models for p in each.parameters())
+                self._let_go(tensors_in((args, kwargs)))
         with self._entered(_Call(number, model.training), (args, dict(kwargs))) as entry:
             output = run(*args, **kwargs)
             self._number(entry, _by_place(output))
@@ -320,8 +323,12 @@ class Recorder(UncompiledMode):
             known = self._remember(leaf)
             node = leaf.grad_fn
             # what was made in the step before is none of this step's graph
-            given = leaf.detach() if node is not None and node._sequence_nr() < self._first_node else leaf
-            self._given[known.number] = given, None if leaf.is_inference() else leaf._version
+            self._devices[known.number] = leaf.device
+            is_left = node is not None and node._sequence_nr() < self._first_node
+            self._given[known.number] = (
+                _shape_of(leaf) if is_left else leaf,
+                None if leaf.is_inference() else leaf._version,
+            )
         return _Value(known.number)
 
     def _number(self, entry: _Entry, results: Mapping[Any, torch.Tensor]) -> None:
@@ -337,6 +344,13 @@ class Recorder(UncompiledMode):
         alive.key, alive.number = id(tensor), self._numbers
         self._numbers += 1
         return alive
+
+    def _let_go(self, inputs: Collection[torch.Tensor]) -> None:
+        """Keep no more than shapes of what is used before the first call alone: outputs of the step before, or raw data."""
+        kept = {id(tensor) for tensor in inputs}
+        for number, (tensor, version) in self._given.items():
+            if tensor.nbytes > SMALL_BYTES and tensor.is_floating_point() and id(tensor) not in kept:
+                self._given[number] = _shape_of(tensor), version
 
     def _note_gone(self, where: list[int]) -> None:
         while self._gone:
@@ -384,7 +398,9 @@ class Replay:
             if self._stand_in is not None:
                 self._values[number] = self._stand_in(tensor)
             else:
-                self._values[number] = _copy(tensor) if number in self._tape.written else tensor
+                device = self._tape.devices[number]
+                here = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                self._values[number] = _copy(here) if number in self._tape.written else here
 
     def begin(self) -> None:
         """Make the gradients that are there when the step begins."""
@@ -462,8 +478,16 @@ def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """Return what leads to a tensor; it keeps a parameter, which is another model's, from nobody."""
-    return weakref.ref(tensor) if isinstance(tensor, nn.Parameter) else lambda: tensor
+    """Return what leads to a tensor; it keeps a parameter, which is another model's, from nobody, and no room on a GPU."""
+    if isinstance(tensor, nn.Parameter):
+        return weakref.ref(tensor)
+    kept = tensor if tensor.is_cpu or tensor.is_meta else tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+    return lambda: kept
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, without values and memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _may_be_written(tensor: torch.Tensor, version: int | None) -> bool:

@@ -528,7 +528,9 @@ _WRITTEN_LATER = (
 
 def _state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
-    return (-1, -1) if gradient is None or gradient.is_sparse else (gradient.untyped_storage()._cdata, gradient._version)
+    if gradient is None or gradient.is_sparse:
+        return (-1, -1)
+    return gradient.untyped_storage()._cdata, gradient._version
 
 
 def _was_moved(gradient: torch.Tensor | None) -> bool:
