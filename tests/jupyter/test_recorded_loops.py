@@ -1,0 +1,190 @@
+"""Loops that train one model in a way of their own: a step is recorded, and what is predicted for it is what cells then need."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from memlab.session import session_of
+from tests.jupyter.conftest import MAKE, TRAIN, Cell
+
+NET = """
+import torch, torch.nn as nn, torch.nn.functional as F
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+class Net(nn.Module):
+    def __init__(self, width=64, words=200, has_loss=False):
+        super().__init__()
+        self.first, self.last, self.has_loss = nn.Embedding(words, width), nn.Linear(width, words), has_loss
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+    def forward(self, ids):
+        x = self.first(ids)
+        for block in self.blocks:
+            x = block(x)
+        out = self.last(x)
+        return {"loss": F.cross_entropy(out.view(-1, 200), ids.view(-1))} if self.has_loss else out
+"""
+OWN_LOSS = "model = Net(); optimizer = torch.optim.AdamW(model.parameters())\nbatches = [torch.randint(0, 200, (8, 48)) for _ in range(6)]\n"
+LOSS_WITHIN = OWN_LOSS.replace("Net()", "Net(has_loss=True)")
+LOOPS = {
+    "a criterion, and an output that is held and counted after the update": (
+        OWN_LOSS,
+        """
+right = 0
+for ids in batches:
+    optimizer.zero_grad()
+    out = model(ids)
+    loss = F.cross_entropy(out.view(-1, 200), ids.view(-1))
+    loss.backward()
+    optimizer.step()
+    right += (out.argmax(-1) == ids).sum().item()
+""",
+    ),
+    "gradients that are dropped after the forward pass": (
+        OWN_LOSS,
+        """
+for ids in batches:
+    loss = F.cross_entropy(model(ids).view(-1, 200), ids.view(-1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    ),
+    "gradients that are zeroed and kept": (
+        OWN_LOSS,
+        """
+for ids in batches:
+    optimizer.zero_grad(set_to_none=False)
+    loss = F.cross_entropy(model(ids).view(-1, 200), ids.view(-1))
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+    ),
+    "two calls for each update": (
+        LOSS_WITHIN,
+        """
+for n, ids in enumerate(batches):
+    loss = model(ids)["loss"] / 2
+    loss.backward()
+    if n % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    ),
+    "the loss within the model, and gradients that are dropped late": (
+        LOSS_WITHIN,
+        """
+for ids in batches:
+    loss = model(ids)["loss"]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    ),
+}
+PLANS = ["--accumulate 1", "--accumulate 2", "--bf16", "--checkpoint --optim adafactor", "--offload optimizer,params"]
+
+
+def peaks(shell: Any) -> dict[str, int]:
+    return {row.plan: row.peak_allocated_bytes for row in shell.run_line_magic("memfit", "report").measurements}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", LOOPS)
+def test_predicted_is_measured(shell: Any, cell: Cell, name: str) -> None:
+    made, loop = LOOPS[name]
+    cell(NET + made)
+    assert cell(f"%%memfit\n{loop}").error is None
+    asked = "predict --plans " + " ".join(f'"{flags}"' for flags in PLANS)
+    predicted = {each.plan: each.peak_allocated_bytes for each in shell.run_line_magic("memfit", asked).predictions}
+    for flags in PLANS:
+        assert cell(f"%%memfit {flags}\n{loop}").error is None
+    measured = peaks(shell)
+    assert len(measured) == len(PLANS)
+    assert predicted == {plan: pytest.approx(size_bytes, rel=0.003) for plan, size_bytes in measured.items()}
+
+
+def test_what_a_loop_does_that_a_plan_refuses_is_known_beforehand(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["two calls for each update"]
+    cell(NET + made)
+    cell(f"%%memfit\n{loop}")
+    _, prediction = shell.run_line_magic("memfit", 'predict --plans "" "--release-grads"').predictions
+    assert "the loop calls backward() a second time before optimizer.step()" in prediction.refused
+
+
+def test_a_budget_is_chosen_again_once_the_loss_of_the_loop_is_known(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["a criterion, and an output that is held and counted after the update"]
+    cell(NET + made)
+    cell(f"%%memfit\n{loop}")
+    budget_bytes = int(peaks(shell)["as written"] * 0.9)
+    cell("%memfit undo")
+    cell(NET + made)  # another model, of which nothing is known
+    ran = cell(f"%%memfit --budget {budget_bytes}B\n{loop}")
+    assert ran.error is None
+    report = shell.run_line_magic("memfit", "report")
+    plan = session_of(shell.user_ns["model"]).plan.label
+    chosen = next(row for row in report.measurements if row.plan == plan)
+    (prediction,) = [each for each in report.predictions if each.plan == chosen.plan]
+    assert chosen.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=0.003)
+    assert chosen.peak_allocated_bytes <= budget_bytes
+
+
+def test_trials_run_the_step_of_the_loop(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["gradients that are dropped after the forward pass"]
+    cell(NET + made)
+    cell(f"%%memfit\n{loop}")
+    before = [parameter.clone() for parameter in shell.user_ns["model"].parameters()]
+    compared = shell.run_line_magic("memfit", 'compare "--bf16"')
+    assert compared.measurements[0].peak_allocated_bytes == pytest.approx(peaks(shell)["as written"], rel=1e-3)
+    assert all(map(torch.equal, before, shell.user_ns["model"].parameters()))
+
+
+def test_outputs_of_the_step_before_are_not_kept(shell: Any, cell: Cell) -> None:
+    shell.user_ns["gone"] = gone = []
+    cell("import torch, weakref\nmodel = torch.nn.Linear(64, 512); optimizer = torch.optim.SGD(model.parameters())\n")
+    ran = cell("""%%memfit
+for step in range(5):
+    if step:
+        mean = out.sum()
+    out = model(torch.ones(256, 64))
+    gone.append(weakref.ref(out))
+    out.mean().backward()
+    optimizer.step()
+""")
+    assert ran.error is None
+    assert [each() is None for each in gone] == [True] * 4 + [False]
+
+
+def test_a_warning_shows_the_line_of_the_loop(cell: Cell) -> None:
+    cell(MAKE)
+    ran = cell("""%%memfit
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(4):
+        loss = torch.nn.functional.l1_loss(model(inputs), torch.zeros(4))
+        loss.backward()
+        optimizer.step()
+""")
+    assert ran.error is None
+    ran = cell("print({each.filename.startswith(('/tmp/ipykernel', '<ipython-input')) for each in said}, len(said))")
+    assert ran.out == "{True} 4\n"
+
+
+def test_a_batch_goes_with_the_cell_that_is_undone(shell: Any, cell: Cell) -> None:
+    cell(MAKE)
+    cell(f"%%memfit\n{TRAIN}")
+    batch = weakref.ref(shell.user_ns["inputs"])
+    cell("%memfit undo all\ndel inputs")
+    gc.collect()
+    assert batch() is None
