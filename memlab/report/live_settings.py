@@ -11,7 +11,7 @@ from memlab.records import Fit
 from memlab.records.comparison import speed_ratio
 from memlab.records.live_state import Moment
 from memlab.report.live_sheet import Setting, Sheet, shortened
-from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, PointLook, chart, hover
+from memlab.report.pareto import DRAWN_IN_ORDER, LOOKS, MEASURED, PLAIN, Chart, PointLook, chart, hover
 from memlab.report.segments import NEUTRAL_INK, finite, scale
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
 from memlab.units import format_bytes
@@ -96,9 +96,8 @@ def with_trials(known: Chart, moment: Moment) -> Chart:
 def map_traces(mapped: Chart, in_force: str) -> list[dict[str, Any]]:
     """Predictions, the best of them, trials with their numbers, and a ring around the plan that is `in_force`."""
     unit, _ = scale(mapped.most_bytes)
-    looks = [LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN]
     return [
-        *(_points(mapped, look, unit) for look in looks),
+        *(_points(mapped, look, unit) for look in DRAWN_IN_ORDER),
         _front(mapped, unit),
         _connections(mapped, unit),
         _tried(mapped, unit),
