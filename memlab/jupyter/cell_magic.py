@@ -27,7 +27,7 @@ from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.out_of_memory import is_out_of_memory, release
-from memlab.runtime.workload import Batch, SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
+from memlab.runtime.workload import SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
 from memlab.session import Session
 
 _NO_MODEL = (
@@ -184,8 +184,7 @@ class CellMagic:
 
     def _rescue(self, options: CellOptions, line: Line | None) -> Callable[[Workload, int | None], Rescuer]:
         def rescuer_of(workload: Workload, capacity_bytes: int | None) -> Rescuer:
-            history = self._notebook.histories.get(workload.model, History())
-            history.trained_by(workload.optimizers)
+            history = self._history_of(workload)
             return Rescuer(
                 self._kept(options),
                 {Plan.of_label(each.plan): each for each in history.plan_space},
@@ -280,9 +279,6 @@ class CellMagic:
                 why = past if session.usage.passed_by is None else f"{session.usage.passed_by}; nothing was measured"
             print(f"memfit: {why}")  # noqa: T201
 
-    def _batch_of(self, watch: CellWatch) -> Batch | None:
-        return self._notebook.history_of(watch.session.workload.model).batch if watch.session is not None else None
-
     def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: CellPlace, options: CellOptions) -> None:
         error = outcome.error
         refusal = cells.refusal_in(error)
@@ -297,7 +293,8 @@ class CellMagic:
         advice = ""
         if error is not None and is_out_of_memory(error):
             with cells.beside("the advice"):
-                advice = out_of_memory_advice(error, watch.session, self._batch_of(watch), self._kept(options))
+                batch = self._notebook.history_of(watch.session.workload.model).batch if watch.session else None
+                advice = out_of_memory_advice(error, watch.session, batch, self._kept(options))
                 outcome.traceback = own_frames(self._notebook.shell, error) or outcome.traceback
         place.raise_shown(self._notebook.shell, outcome, advice)
 

@@ -50,8 +50,10 @@ def completions(text: str, variables: Mapping[str, Any]) -> tuple[str, tuple[str
     if line is None:
         return "", ()
     *before, piece = _split(line[2])
-    is_cell = line[1].startswith("%%")
-    found = _in_cell(before, piece, variables) if is_cell else _in_line(before, piece, variables)
+    if line[1].startswith("%%"):
+        found = _flags_and_values(before, piece, CELL_FLAGS, variables, has_plan=True)
+    else:
+        found = _in_line(before, piece, variables)
     if line[2].count('"') % 2:
         found = (each.strip('"') for each in found)
     fitting = (each for each in found if each.lstrip('"').lower().startswith(piece.lower()) and each != piece)
@@ -75,10 +77,6 @@ def _split(text: str) -> list[str]:
         *done, last = words
         return [*(word for word in done if word), *last.split(" ")]
     return [*(word for word in words[:-1] if word), words[-1]]
-
-
-def _in_cell(before: list[str], piece: str, variables: Mapping[str, Any]) -> Iterator[str]:
-    return _flags_and_values(before, piece, CELL_FLAGS, variables, has_plan=True)
 
 
 def _in_line(before: list[str], piece: str, variables: Mapping[str, Any]) -> Iterator[str]:
@@ -117,17 +115,12 @@ def _flags_and_values(
     waiting = given[-1] if given else ""
     if waiting in values:
         yield from values[waiting](piece)
-        if not _is_bare(waiting):
-            return
-    known = [each for flag in flags for each in (flag.flag,)] + (list(plan_flags()) if has_plan else [])
+        if not any(spec.flag == waiting and spec.bare is not None for spec in FIELDS):
+            return  # it cannot stand without a value
+    known = [flag.flag for flag in flags] + (list(plan_flags()) if has_plan else [])
     there = {word.partition("=")[0] for word in given}
     if piece.startswith("-") or not piece:
         yield from (flag for flag in known if flag not in there)
-
-
-def _is_bare(flag: str) -> bool:
-    """Return whether a flag may stand without the value it can have."""
-    return any(spec.flag == flag and spec.bare is not None for spec in FIELDS)
 
 
 Values = Callable[[str], Iterable[str]]
@@ -185,7 +178,7 @@ def _of_flag(flag: Flag, variables: Mapping[str, Any]) -> Values:
             names = (name for name, value in variables.items() if not name.startswith("_") and kinds[flag.name](value))
             return [head + comma + name for name in names if name not in head.split(",")]
         if flag.name == "device":
-            return [_quoted(gpu.name) for gpu in gpus()]
+            return [f'"{gpu.name}"' if " " in gpu.name else gpu.name for gpu in gpus()]
         if flag.name == "keep":
             head, comma, _ = piece.rpartition(",")
             return [head + comma + spec.name for spec in FIELDS if spec.name not in head.split(",")]
@@ -196,10 +189,6 @@ def _of_flag(flag: Flag, variables: Mapping[str, Any]) -> Values:
         return ("2", "4", "8") if flag.metavar == "N" else ()
 
     return values
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if " " in name else name
 
 
 def _files(piece: str) -> Iterator[str]:

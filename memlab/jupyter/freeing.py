@@ -120,7 +120,10 @@ def calls_for_freeing(error: BaseException) -> bool:
         (True, False)
     """
     # whatever the handler of a shortage raised: what ran out of memory is pinned by it
-    return any(map(is_out_of_memory, _with_contexts(error))) or _interrupted_memfit(error)
+    if any(map(is_out_of_memory, _with_contexts(error))):
+        return True
+    went_through = (_module_of(frame) for frame, _ in walk_tb(error.__traceback__))
+    return isinstance(error, _INTERRUPTIONS) and _CELL_MAGIC in went_through
 
 
 def holders_of_graphs(variables: Mapping[str, Any]) -> list[str]:
@@ -159,11 +162,6 @@ def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__context__
-
-
-def _interrupted_memfit(error: BaseException) -> bool:
-    went_through = (_module_of(frame) for frame, _ in walk_tb(error.__traceback__))
-    return isinstance(error, _INTERRUPTIONS) and _CELL_MAGIC in went_through
 
 
 def _was_caught_by_ipython(error: BaseException | None) -> bool:

@@ -122,14 +122,13 @@ class InferenceCell:
     def _advice(self, options: CellOptions) -> str:
         run = self._run_of_model
         record = run.record if run is not None and run.records else None
-        fits = _rows_that_fit(record, run.capacity_bytes) if run is not None and record is not None else ""
+        capacity_bytes = run.capacity_bytes if run is not None else None
+        advice = record.advise(capacity_bytes) if record is not None and capacity_bytes is not None else None
+        fits = (
+            f" (up to {advice.rows:,} fit into {format_bytes(advice.budget_bytes)})" if advice and advice.rows else ""
+        )
         rounded = "" if options.plan is not None else ", or %%memfit --inference --bf16, which halves weights and cache"
         return f"memfit: out of memory in a call that only runs forward. Try next: fewer rows at a time{fits}{rounded}"
-
-
-def _rows_that_fit(record: InferenceRecord, capacity_bytes: int | None) -> str:
-    advice = record.advise(capacity_bytes) if capacity_bytes is not None else None
-    return f" (up to {advice.rows:,} fit into {format_bytes(advice.budget_bytes)})" if advice and advice.rows else ""
 
 
 def _whole(called: nn.Module) -> nn.Module:

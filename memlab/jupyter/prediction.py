@@ -91,15 +91,9 @@ def workloads_of(
         )
     if options.loss_fn and len(options.batch) != 2:
         raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
-    return [_with_batch(command, live, batch, loss_fn, needs_batch=needs_batch)]
-
-
-def _with_batch(
-    command: str, live: Workload, batch: Any, loss_fn: Callable[..., Any] | None = None, *, needs_batch: bool
-) -> Workload:
     if needs_batch:
         _require_batch(command, batch)
-    return Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
+    return [Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)]
 
 
 def _require_batch(command: str, batch: Any) -> None:
@@ -307,13 +301,10 @@ def budget_line(history: History, plan: Plan, budget_bytes: int) -> str:
     if prediction is not None:
         words += f", predicted {format_bytes(prediction.needed_bytes)} ({verdict_words(prediction, budget_bytes)})"
     if measured is not None and measured.fits:
-        words += f", measured {_against(measured, budget_bytes)}"
+        over = measured.needed_bytes - budget_bytes
+        words += f", measured {format_bytes(measured.needed_bytes)}"
+        words += f", {format_bytes(over)} too much" if over > 0 else ""
     return words
-
-
-def _against(measured: Measurement, budget_bytes: int) -> str:
-    over = measured.needed_bytes - budget_bytes
-    return format_bytes(measured.needed_bytes) + (f", {format_bytes(over)} too much" if over > 0 else "")
 
 
 # -- the column "predicted" of a receipt -----------------------------------------------------------
@@ -373,10 +364,8 @@ def _cheaply(
         for plan in plans:
             seconds = monotonic() - start
             if seconds > PATIENCE_SECONDS:
-                return (
-                    predictions,
-                    f"receipts show no more predictions, which took {seconds:.0f} s; use %memfit predict",
-                )
+                said = f"receipts show no more predictions, which took {seconds:.0f} s; use %memfit predict"
+                return predictions, said
             if seconds > _SAID_AFTER_SECONDS:
                 say(f"predicting {plan.label}")
             predictions.append(predict(workload, plan, measured=measured))

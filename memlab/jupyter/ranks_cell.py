@@ -79,8 +79,10 @@ class RanksCell:
     def _take(self, brought: Brought) -> None:
         """Make the cell's variables what they would be had it run here."""
         variables = self._notebook.shell.user_ns
-        for name, value in brought.contained.items():
-            _refill(variables[name], value)
+        for name, now in brought.contained.items():
+            kept = variables[name]  # the same object, whoever else holds it
+            kept.clear()
+            kept.extend(now) if isinstance(kept, list) else kept.update(now)
         variables.update(brought.assigned)
         for name, reason in brought.left.items():
             print(f"memfit: {name} stays on the ranks: {reason}")  # noqa: T201 - it is missing here
@@ -117,12 +119,6 @@ def _steps(value: Any, workload: Workload) -> bool:
     """Return whether a variable is a scheduler of the workload's optimizer."""
     has_its_shape = hasattr(value, "get_last_lr") and hasattr(value, "state_dict")
     return has_its_shape and any(getattr(value, "optimizer", None) is one for one in workload.optimizers)
-
-
-def _refill(kept: Any, now: Any) -> None:
-    """Give a container the content it has there; it stays the same object, whoever else holds it."""
-    kept.clear()
-    kept.extend(now) if isinstance(kept, list) else kept.update(now)
 
 
 def _print(text: str) -> None:

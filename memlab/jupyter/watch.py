@@ -188,7 +188,9 @@ class CellWatch:
                     self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
             else:
                 self._observe_beside(session, self._meter)
-            self._keep_alive(session, self._device)
+            if self._rescue is not None and session.rescuer is None:  # unless whoever made the session has seen to it
+                session.accept(self._rescue(session.workload, self._device.capacity_bytes))
+                self._undo.callback(session.dismiss)
             # callbacks run in reverse: whoever is told of steps hears first how many have passed
             self._undo.callback(session.wake)
         if self.failure:
@@ -351,12 +353,6 @@ class CellWatch:
         session.observers.add(observer)
         self._undo.callback(session.observers.remove, observer)
 
-    def _keep_alive(self, session: Session, device: Device) -> None:
-        """Have the loop rescued while the cell runs, unless whoever made the session has seen to it."""
-        if self._rescue is not None and session.rescuer is None:
-            session.accept(self._rescue(session.workload, device.capacity_bytes))
-            self._undo.callback(session.dismiss)
-
     def _let_steer(self, session: Session) -> None:
         """Have panels follow the cell, and whoever uses them steer it."""
         if self._control_of is None or self._meter is None:
@@ -450,7 +446,8 @@ def _session_for(workload: Workload, plan: Plan | None) -> Session:
     session = session_of(workload.model)
     if session is None:
         return fit(workload.held_weakly(), plan or Plan())
-    if _made_anew(workload, session):
+    known = {id(optimizer) for optimizer in session.workload.optimizers}
+    if known and any(id(optimizer) not in known for optimizer in workload.optimizers):
         # the old optimizer, and the moments it keeps, must not live on in the session
         kept = session.plan
         session.undo()
@@ -458,11 +455,6 @@ def _session_for(workload: Workload, plan: Plan | None) -> Session:
     if plan is not None:
         session.switch(plan, now=True)
     return session
-
-
-def _made_anew(workload: Workload, session: Session) -> bool:
-    known = {id(optimizer) for optimizer in session.workload.optimizers}
-    return bool(known) and any(id(optimizer) not in known for optimizer in workload.optimizers)
 
 
 def _measurements(
