@@ -44,14 +44,8 @@ class ModelCalls:
         return self._run_wholly(original, *args, **kwargs)
 
     def _run_wholly(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        in_force = self._session.switching.in_force
-        is_within = in_force.is_in_call
-        try:
-            in_force.call_begins()
+        with self._session.in_force.call():
             return self._run(original, args, kwargs)
-        finally:
-            if not is_within:
-                in_force.call_ended()
 
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         session = self._session

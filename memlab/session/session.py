@@ -232,11 +232,7 @@ class Session:
             self._rest = _Rest(steps)
 
     def wake(self, *, within_step: bool = False) -> None:
-        """End a rest; harmless when there is none.
-
-        Args:
-            within_step: whether the loop may be between a model call and its step.
-        """
+        """End a rest, which may be between a model call and its step; harmless when there is none."""
         rest, self._rest = self._rest, None
         if rest is None:
             return

@@ -40,8 +40,22 @@ class Snapshot:
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
         }
         self._states = [self._state_of(optimizer) for optimizer in workload.optimizers]
-        self._packed = [_packed_of(optimizer) for optimizer in workload.optimizers]
-        self._groups = [_settings_of(optimizer) for optimizer in workload.optimizers]
+        # state that answers to other names than it is kept under, without what is kept
+        self._packed = [
+            {
+                key: state.around({})
+                for key, state in optimizer.state.items()
+                if isinstance(state, PackedState) and state.closed is None
+            }
+            for optimizer in workload.optimizers
+        ]
+        self._groups = [
+            [
+                {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+                for group in each.param_groups
+            ]
+            for each in workload.optimizers
+        ]
         self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self._training = {name: module.training for name, module in workload.model.named_modules()}
         # what else training changes: attributes, globals, generators of the model's own
@@ -79,19 +93,6 @@ class Snapshot:
 def _named_tensors(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
     yield from workload.model.named_parameters()
     yield from workload.model.named_buffers()
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _packed_of(optimizer: torch.optim.Optimizer) -> dict[Any, PackedState]:
-    """State that answers to other names than it is kept under, by parameter, without what is kept."""
-    states = {key: state for key, state in optimizer.state.items() if isinstance(state, PackedState)}
-    return {key: state.around({}) for key, state in states.items() if state.closed is None}
 
 
 def _restore_optimizer(

@@ -105,11 +105,7 @@ class Tape:
 
 
 def tape_of(workloads: Sequence[Workload]) -> Tape | None:
-    """Return the step that was recorded of the loop that trains several models; None where none was.
-
-    Raises:
-        WorkloadError: one was, and cannot be run again.
-    """
+    """Return the recorded step of the loop that trains several models, None without one; raise where it cannot be run again."""
     tape = workloads[0].tape
     if len(workloads) < 2 or tape is None or not tape.is_of(workloads):
         return None
@@ -190,7 +186,12 @@ class Recorder(UncompiledMode):
         models = tuple(weakref.ref(model) for model in self._models)
         optimizers = tuple(weakref.ref(optimizer) for optimizer in self._optimizers)
         given = {number: _reference(tensor) for number, (tensor, _) in self._given.items()}
-        written = {number for number, (tensor, version) in self._given.items() if _may_be_written(tensor, version)}
+        # written to, or maybe without a trace, as running statistics are
+        written = {
+            number
+            for number, (tensor, version) in self._given.items()
+            if version is None or tensor._version != version or tensor.nbytes <= SMALL_BYTES
+        }
         self.drop()
         return Tape(whole, given, written, self._gradients, models, optimizers, rows, problem) if was_there else None
 
@@ -318,20 +319,14 @@ class Recorder(UncompiledMode):
 
 
 class Replay:
-    """Runs a tape again, step after step.
-
-    Args:
-        tape: without a problem.
-        models: what stands for each of its models, by the number (`id`) of that one.
-        optimizers: likewise.
-        stand_in: what stands for a tensor that the loop was given; by default itself, or a copy where the step writes to it.
-    """
+    """Runs a tape again, step after step."""
 
     def __init__(
         self,
-        tape: Tape,
-        models: Mapping[int, nn.Module],
-        optimizers: Mapping[int, Optimizer],
+        tape: Tape,  # without a problem
+        models: Mapping[int, nn.Module],  # what stands for each of its models, by the number (`id`) of that one
+        optimizers: Mapping[int, Optimizer],  # likewise
+        # what stands for a tensor that the loop was given; by default itself, or a copy where the step writes to it
         stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._tape = tape
@@ -354,8 +349,10 @@ class Replay:
                 continue
             if self._stand_in is not None:
                 self._values[number] = self._stand_in(tensor)
+            elif number in self._tape.written:
+                self._values[number] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             else:
-                self._values[number] = _copy(tensor) if number in self._tape.written else tensor
+                self._values[number] = tensor
 
     def begin(self) -> None:
         """Make the gradients that are there when the step begins."""
@@ -417,15 +414,6 @@ def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:
 def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """Return what leads to a tensor; it keeps a parameter, which is another model's, from nobody."""
     return weakref.ref(tensor) if isinstance(tensor, nn.Parameter) else lambda: tensor
-
-
-def _may_be_written(tensor: torch.Tensor, version: int | None) -> bool:
-    """Return whether a step has written to a tensor, or may have without a trace, as to running statistics."""
-    return version is None or tensor._version != version or tensor.nbytes <= SMALL_BYTES
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _mode() -> tuple[bool, str, torch.dtype | None]:
