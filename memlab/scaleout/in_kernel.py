@@ -165,7 +165,10 @@ class InKernel(LiveEngine):
     def give_back(self) -> None:
         if self._replica is None:
             return
-        values = [_with_stride(parameter.detach(), self.device, stride) for parameter, stride in self._shown_parameters]
+        values = [
+            torch.empty_strided(shown.shape, stride, dtype=shown.dtype, device=self.device).copy_(shown.detach())
+            for shown, stride in self._shown_parameters
+        ]
         gradients = [None if p.grad is None else p.grad.to(self.device, copy=True) for p, _ in self._shown_parameters]
         for (parameter, _), value, gradient in zip(self._shown_parameters, values, gradients, strict=True):
             show(parameter, value, gradient)
@@ -203,10 +206,6 @@ def show(parameter: nn.Parameter, data: torch.Tensor, gradient: torch.Tensor | N
     parameter.grad = None
     parameter.data = data
     parameter.grad = gradient
-
-
-def _with_stride(value: torch.Tensor, device: torch.device, stride: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device).copy_(value)
 
 
 def _ignore_deprecations() -> None:

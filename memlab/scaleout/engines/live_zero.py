@@ -230,11 +230,7 @@ class LiveZero(InKernel):
             return self._deepspeed.engine(*args, **kwargs)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Have DeepSpeed update the parameters.
-
-        Returns:
-            False when gradients were not finite: DeepSpeed then leaves everything as it is.
-        """
+        """Have DeepSpeed update the parameters; False when gradients were not finite, which leaves everything as it is."""
         assert self._gradients is not None
         if all(pair.users.grad is None for pair in self._pairs):
             return True  # as torch does: no gradient, no update
@@ -338,7 +334,12 @@ class ShownGradients:
         self._shown: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}  # gradients that the next ones are added to
         prologue = self._zero.backward_prologue
-        self._zero.backward_prologue = partial(_one_after_the_other, self._begin, prologue)
+
+        def begin() -> None:
+            self._begin()
+            prologue()
+
+        self._zero.backward_prologue = begin
         # DeepSpeed's own comes first
         self._zero.register_grad_acc_post_hook(self._show)
         for pair in pairs:
@@ -421,11 +422,6 @@ class ShownGradients:
         self._shown.clear()
         self._before.clear()
         self._touched.clear()
-
-
-def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 def _say(line: str) -> None:
