@@ -236,12 +236,13 @@ def _without_device(workloads: Sequence[Workload]) -> str:
 
 
 def choice(
-    options: CellOptions, budget_bytes: int, fixed: Plan, history_of: Callable[[Workload], History], say: Say
+    options: CellOptions, history_of: Callable[[Workload], History], say: Say
 ) -> Callable[[Sequence[Workload]], Plan]:
-    """Return what chooses the plan of a cell, once its model and batch are known.
+    """Return what chooses the plan of a cell for its budget, once its model and batch are known.
 
     The same choice is not made twice: a model that goes on training on such batches under its chosen plan keeps it.
     """
+    fixed, budget_bytes = options.plan or Plan(), options.budget_bytes or 0
 
     def choose(workloads: Sequence[Workload]) -> Plan:
         from memlab.search import choose_plan
