@@ -112,11 +112,7 @@ class Background:
             raise SessionError(f"%%memfit: {job.name} trains {type(model).__name__} in the background; {WAYS_OUT}")
 
     def wait(self) -> str:
-        """Wait until the cell has ended; Ctrl-C ends the waiting, and not the cell.
-
-        Raises:
-            SessionError: it failed, or waits for itself.
-        """
+        """Wait until the cell has ended, and fail if it has; Ctrl-C ends the waiting, and not the cell."""
         job = self._job
         if job is None:
             return "no cell runs in the background"
@@ -139,11 +135,7 @@ class Background:
         return f"{job.name} in the background ends before its next step"
 
     def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
-        """Cancel the cell and wait for its end.
-
-        Raises:
-            SessionError: it makes no more training steps, so it cannot be cancelled.
-        """
+        """Cancel the cell and wait for its end; fail where it makes no more training steps, so that it cannot be cancelled."""
         job = self._other()
         if job is None:
             return

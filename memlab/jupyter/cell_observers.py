@@ -170,8 +170,7 @@ def without_graph(batch: Batch) -> Batch:
             return value
         return value.detach().requires_grad_()
 
-    args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
-    return Batch(args, kwargs)
+    return Batch(*tree_map(cut, (batch.args, dict(batch.kwargs))))
 
 
 def _in_shape(batch: Batch) -> Batch:
@@ -183,8 +182,7 @@ def _in_shape(batch: Batch) -> Batch:
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return made.requires_grad_(value.requires_grad)
 
-    args, kwargs = tree_map(shaped, (batch.args, dict(batch.kwargs)))
-    return Batch(args, kwargs)
+    return Batch(*tree_map(shaped, (batch.args, dict(batch.kwargs))))
 
 
 class StaleOptimizers:

@@ -134,10 +134,6 @@ def beside(what: str, say: Callable[[str], None] = _print) -> Iterator[None]:
     """Say what of memlab's own work for a cell failed: its error is none of the cell's, and ends nothing.
 
     What memlab refuses is raised.
-
-    Args:
-        what: the work, in words.
-        say: told about it in a sentence; by default it is printed.
     """
     try:
         yield
@@ -160,13 +156,9 @@ def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:
 
 
 def refusal_in(error: BaseException | None) -> MemlabError | None:
-    """Return what memlab has refused in the middle of a cell, in the error that ends it.
+    """Return what memlab has refused in the middle of a cell, in the error that ends it, or in one that this was raised from.
 
-    Args:
-        error: as the cell raised it; a framework may have raised another one from it.
-
-    Returns:
-        The refusal; None for other errors, and for those of calls to memlab that stand in the user's code.
+    None for other errors, and for those of calls to memlab that stand in the user's code.
     """
     while error is not None:
         if isinstance(error, MemlabError) and (error.in_loop or _was_called_by_torch(error.__traceback__)):

@@ -48,10 +48,9 @@ class World(Enum):
 
 
 def let_through(widget: Widget) -> Callable[[], None]:
-    """Let a panel's messages reach the kernel on the thread that its front end chose.
+    """Let a panel's messages reach the kernel on the thread that its front end chose; return what undoes that.
 
-    Returns:
-        What undoes it. Where there is nothing to do (another ipykernel, no kernel), it does nothing.
+    Where there is nothing to do (another ipykernel, no kernel), it does nothing.
     """
     comm: Comm | None = getattr(widget, "comm", None)
     own: dict[str, Any] = {}

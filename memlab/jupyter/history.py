@@ -84,16 +84,15 @@ class History:
         self.steps += [replace(step, step=self.step_count + step.step) for step in steps]
         self.step_count += count
 
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        return self.comparison.measurements if self.comparison is not None else ()
+
     def measured(self, plan: str) -> Measurement | None:
-        rows = self.comparison.measurements if self.comparison else ()
-        return next((row for row in rows if row.plan == plan), None)
+        return next((row for row in self.measurements if row.plan == plan), None)
 
     def record(self, moment: Moment | None = None) -> RunRecord:
-        """Return all of it as one value to save.
-
-        Args:
-            moment: what a panel shows of the run, so that it can be replayed in one.
-        """
+        """Return all of it as one value to save, with what a panel shows of the run, so that it can be replayed in one."""
         considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
         record = RunRecord(
             self.require(),

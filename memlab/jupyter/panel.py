@@ -166,8 +166,7 @@ class Panels:
     def open(self, shell: Shell, source: Source) -> Panel | None:
         """Make a panel on a run, in place of the one of this cell.
 
-        Returns:
-            None where there are no widgets: a page shows a table and a picture that follow the run, a terminal text.
+        None where there are no widgets: a page shows a table and a picture that follow the run, a terminal text.
         """
         cell = cell_of(shell)
         self.close(cell)
@@ -271,8 +270,7 @@ def open_recorded(opened: Panels, shell: Shell, record: RunRecord) -> bool:
 
 def bring_up_to_date(control: Control, history: History) -> None:
     """Tell a control what cells have measured and predicted."""
-    rows = history.comparison.measurements if history.comparison is not None else ()
-    control.know(rows, (*history.plan_space, *history.predicted.values()))
+    control.know(history.measurements, (*history.plan_space, *history.predicted.values()))
     if history.batch is not None:
         control.model.batch = history.batch
 

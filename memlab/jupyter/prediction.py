@@ -168,7 +168,7 @@ def predicted_plans(
     predictions = _predicted(workloads, asked, options, history, say)
     if options.device is None and not asked:
         history.plan_space = tuple(predictions)
-    measured = history.comparison.measurements if history.comparison is not None and options.device is None else ()
+    measured = () if options.device is not None else history.measurements
     labels = {each.plan for each in predictions}
     return PredictedPlans(
         title=f"memfit · {_without_device(workloads)} · predicted for {predictions[0].device if predictions else options.device}",
@@ -188,7 +188,7 @@ def _predicted(
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
     if options.lossless and not asked:
         plans = list(considered(one_or_all(workloads), options.device, lossless=True))
-    known = history.comparison.measurements if history.comparison is not None and options.device is None else ()
+    known = () if options.device is not None else history.measurements
     with advised(_instead_of_predicting(options, asked)) if asked or options.device else nullcontext():
         predictions = predict_all(
             one_or_all(workloads),
@@ -253,11 +253,10 @@ def choice(
         key = (budget_bytes, fixed, options.lossless, is_recorded, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
-            known = history.comparison.measurements if history.comparison is not None else ()
             with advised(_CHOOSE):
                 plan, predictions = choose_plan(
                     one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless,
-                    measured=calibration(known, workloads[0]), progress=say,
+                    measured=calibration(history.measurements, workloads[0]), progress=say,
                 )  # fmt: skip
             history.chosen[key] = plan
             if len(workloads) > 1:
@@ -317,8 +316,8 @@ def predict_rows(history: History, workloads: Sequence[Workload], plans: Iterabl
         return
     measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
     missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workloads[0])]
-    known = history.comparison.measurements if history.comparison is not None else ()
-    predictions, problem = _cheaply(one_or_all(workloads), missing, say, calibration(known, workloads[0]))
+    calibrating = calibration(history.measurements, workloads[0])
+    predictions, problem = _cheaply(one_or_all(workloads), missing, say, calibrating)
     history.keep_predictions(predictions)
     if problem:
         history.is_predicting = False

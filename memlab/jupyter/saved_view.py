@@ -25,11 +25,9 @@ class SavedView:
     """A display below a panel, which a page hides as long as the panel is alive there; by itself where there are no widgets.
 
     It is brought up to date where no cell trains: a notebook that is saved then has what was measured last.
-
-    Args:
-        source: a run to follow by itself, from now on and until it is closed.
     """
 
+    # with a run to follow by itself, from now on and until it is closed
     def __init__(self, source: Source | None = None) -> None:
         self.name = uuid4().hex  # by which a panel hides it
         self._display = ""

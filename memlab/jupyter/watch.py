@@ -156,11 +156,7 @@ class CellWatch:
             self._look()
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
-        """Apply the plan to a workload and begin to observe.
-
-        Raises:
-            RefusalError: a technique does not apply; everything is as it was.
-        """
+        """Apply the plan to a workload and begin to observe; where a technique refuses, everything is as it was."""
         _tell_apart(workload, [each.workload for each in self.sessions], self._name_of)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
@@ -373,14 +369,10 @@ class CellWatch:
             self.sessions[0].rest(steps)
 
     def keep(self, history_of: Callable[[nn.Module], History], error: BaseException | None = None) -> int:
-        """Put what was measured into a history, once the cell is over.
+        """Put what was measured into a history, once the cell is over; return how many steps ended in it.
 
-        Args:
-            history_of: that of a model; the first one's gets what was measured, each one's its own batch.
-            error: what ended the cell, if anything; a plan that ran out of memory gets a row that says so.
-
-        Returns:
-            How many steps ended in the cell.
+        The history of the first model gets what was measured, each one's its own batch. Where an error for want of memory has
+        ended the cell, its plan gets a row that says so.
         """
         session, meter = self.session, self._meter
         if session is None or meter is None:

@@ -28,7 +28,7 @@ from memlab.live.live_model import LiveModel, measured_steps
 from memlab.live.live_predictions import LivePredictions, calibration
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
-from memlab.live.stage import AtOnce, Hold, Playing, Stage
+from memlab.live.stage import Hold, Playing, Stage
 from memlab.live.views import Drawn, Pace, Views
 from memlab.measuring.beside import meter_of
 from memlab.measuring.device import device_for
@@ -78,7 +78,7 @@ class Control(Observer):
     def __init__(self, model: nn.Module, stage: Stage | None = None) -> None:
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
         self.feed = Feed(self._events.append)  # what was measured
-        self.stage: Stage = stage or AtOnce()  # as given; a panel that is opened later may bring its own
+        self.stage = stage or Stage()  # as given; a panel that is opened later may bring its own
         self.world = ""  # how clicks reach the run, in words, where that is not for the panel to find out
         self.model = LiveModel(model, self._model_gone)  # with what is known of training it
         self.capacity_bytes: int | None = None

@@ -85,16 +85,7 @@ def check_all(
 
 
 class InForce:
-    """The techniques in force on a workload.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        >>> in_force = InForce(Workload(model, torch.optim.AdamW(model.parameters())))
-        >>> in_force.change(Plan.parse("--accumulate 2"))
-        >>> [type(technique).__name__ for technique in in_force.techniques]
-        ['Accumulation']
-        >>> in_force.change(Plan())
-    """
+    """The techniques in force on a workload."""
 
     def __init__(self, workload: Workload, host: Host | None = None) -> None:
         self.plan = Plan()  # the plan in force

@@ -53,11 +53,6 @@ class Session:
     Attributes:
         workload: the live objects.
         log: what was done when.
-        observers: who is told about steps.
-        in_force: the plan in force and its techniques.
-        usage: how the loop uses the model, and which settings have no effect because of that.
-        switching: when the plan changes, for whoever has to change it at once.
-        rescuer: as given.
 
     Raises:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
