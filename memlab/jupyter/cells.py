@@ -297,24 +297,29 @@ def _errors_of(result: Any, source: CellSource) -> list[BaseException | None]:
 
 def _leave_memlab_out(error: BaseException | None) -> bool:
     """Take memlab's frames out of the tracebacks of an error and of those it came from; return whether there were any."""
-    seen: set[int] = set()
-    waiting = [error]
     found = False
-    while waiting:
-        error = waiting.pop()
-        if error is None or id(error) in seen:
-            continue
-        seen.add(id(error))
-        waiting += [error.__cause__, error.__context__]
-        every = list(entries(error.__traceback__))
+    for each in errors_behind(error):
+        every = list(entries(each.__traceback__))
         kept = [entry for entry in every if not entry.tb_frame.f_code.co_filename.startswith(_MEMLAB)]
         # a Ctrl-C that came at a bad moment is raised by memlab a moment later
-        is_foreign = bool(kept) and (kept[-1] is every[-1] or isinstance(error, KeyboardInterrupt))
+        is_foreign = bool(kept) and (kept[-1] is every[-1] or isinstance(each, KeyboardInterrupt))
         if is_foreign and len(kept) < len(every):
             for entry, following in zip(kept, (*kept[1:], None), strict=True):
                 entry.tb_next = following
-            error.__traceback__ = kept[0]
+            each.__traceback__ = kept[0]
             found = True
+    return found
+
+
+def errors_behind(error: BaseException | None) -> list[BaseException]:
+    """Return an error and those that it came from, or was raised beside."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and all(each is not known for known in found):
+            found.append(each)
+            waiting += [each.__cause__, each.__context__]
     return found
 
 

@@ -7,7 +7,8 @@ not change what is being measured.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,7 +36,9 @@ class Snapshot:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._spill = Spill(resolve_tier(Tier.AUTO, workload.device, "snapshot"))
-        self._tensors = {name: self._spill.store(tensor) for name, tensor in _named_tensors(workload)}
+        model = workload.model
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        self._tensors = {name: self._spill.store(tensor) for name, tensor in tensors}
         self._gradients = {
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
         }
@@ -66,7 +69,7 @@ class Snapshot:
         workload = self._workload
         self._reached.restore()
         with torch.no_grad():
-            for name, tensor in _named_tensors(workload):
+            for name, tensor in chain(workload.model.named_parameters(), workload.model.named_buffers()):
                 tensor.copy_(self._tensors[name])
             for name, parameter in workload.model.named_parameters():
                 saved = self._gradients.get(name)
@@ -88,11 +91,6 @@ class Snapshot:
 
     def _copied(self, value: Any) -> Any:
         return self._spill.store(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _named_tensors(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from workload.model.named_parameters()
-    yield from workload.model.named_buffers()
 
 
 def _restore_optimizer(

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class Recorder(UncompiledMode):
         self._places = {
             id(tensor): _Part(number, place)
             for number, model in enumerate(models)
-            for place, tensor in enumerate(_parts_of(model))
+            for place, tensor in enumerate(chain(model.parameters(), model.buffers()))
         }
         self._known: dict[int, _Alive] = {}
         self._gone: deque[_Alive] = deque()
@@ -335,7 +336,7 @@ class Replay:
         self._gradients = tape.gradients
         self._models = [models[id(model())] for model in tape.models]
         self._optimizers = [optimizers[id(optimizer())] for optimizer in tape.optimizers]
-        self._parts = [list(_parts_of(model)) for model in self._models]
+        self._parts = [[*model.parameters(), *model.buffers()] for model in self._models]
         self._values: dict[int, torch.Tensor] = {}
         self._give()
         # what outlives the step because a parameter holds it
@@ -404,11 +405,6 @@ class Replay:
         if isinstance(leaf, _Value):
             return self._values[leaf.number]
         return self._parts[leaf.model][leaf.place] if isinstance(leaf, _Part) else leaf
-
-
-def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
