@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from IPython.core.error import UsageError
@@ -58,26 +57,21 @@ class InferenceCell:
             dict(self._notebook.shell.user_ns), source.python, one_model(options.models, "an inference cell")
         )
         self._notebook.background.require_other(model)
-        take = self._taker(options)
         if model is not None:
-            take(model)
+            self._take(model, options)
         else:
-            self._undo.enter_context(FirstCall(lambda called: take(_whole(called))))
+            self._undo.enter_context(FirstCall(lambda called: self._take(_whole(called), options)))
 
-    def _taker(self, options: CellOptions) -> Callable[[nn.Module], bool]:
-        flags = str(options.plan) if options.plan is not None else ""
+    def _take(self, model: nn.Module, options: CellOptions) -> bool:
+        left = inference_of(model)
+        if left is not None:  # a cell before had no room to give the weights back
+            left.undo()
         capacity_bytes = options.capacity_bytes or self._notebook.config.capacity_bytes
-
-        def take(model: nn.Module) -> bool:
-            left = inference_of(model)
-            if left is not None:  # a cell before had no room to give the weights back
-                left.undo()
-            device = device_for(next(model.parameters()).device, capacity_bytes)
-            self._undo.callback(device.close)
-            self._run_of_model = inference(model, flags, device=device, optimizers=optimizers_of(model))
-            return True
-
-        return take
+        device = device_for(next(model.parameters()).device, capacity_bytes)
+        self._undo.callback(device.close)
+        flags = str(options.plan) if options.plan is not None else ""
+        self._run_of_model = inference(model, flags, device=device, optimizers=optimizers_of(model))
+        return True
 
     # -- after it ------------------------------------------------------------------------------
 

@@ -227,7 +227,9 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
         SessionError: there is no notebook; `%memfit FLAGS` and `memlab.fit` do the same without a panel.
     """
-    shell = _shell()
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
     if not _has_page(shell):
         raise SessionError("a panel needs a notebook; in a script, use memlab.fit(workload, plan) and its switch(plan)")
     require_widgets()
@@ -277,9 +279,3 @@ def bring_up_to_date(control: Control, history: History) -> None:
 
 def _has_page(shell: Shell | None) -> bool:
     return is_rich(shell) if shell is not None else shows_widgets()
-
-
-def _shell() -> Shell | None:
-    from IPython.core.getipython import get_ipython
-
-    return get_ipython()

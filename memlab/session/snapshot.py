@@ -36,8 +36,7 @@ class Snapshot:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._spill = Spill(resolve_tier(Tier.AUTO, workload.device, "snapshot"))
-        model = workload.model
-        tensors = chain(model.named_parameters(), model.named_buffers())
+        tensors = chain(workload.model.named_parameters(), workload.model.named_buffers())
         self._tensors = {name: self._spill.store(tensor) for name, tensor in tensors}
         self._gradients = {
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
