@@ -234,18 +234,7 @@ class LiveZero(InKernel):
         assert self._gradients is not None
         if all(pair.users.grad is None for pair in self._pairs):
             return True  # as torch does: no gradient, no update
-        if self._has_loaded:
-            raise RefusalError(
-                "scale", "load_state_dict() between backward() and optimizer.step()", "load before the call"
-            )
-        missing = self._gradients.missing
-        if missing:
-            raise RefusalError(
-                "scale",
-                f"{missing[0]} has no gradient ({len(missing)} of {len(self._pairs)} have none), and ZeRO would step it all "
-                "the same",
-                "freeze what the loss does not depend on, or use --scale fsdp2",
-            )
+        self.check_step()
         self._gradients.take()
         self._take_written()
         for users, own in self._groups:
@@ -256,6 +245,30 @@ class LiveZero(InKernel):
         self._show_state()
         self._note_versions()
         return not self._zero.overflow
+
+    def check_step(self) -> None:
+        assert self._gradients is not None
+        if all(pair.users.grad is None for pair in self._pairs):
+            return
+        if self._has_loaded:
+            raise RefusalError(
+                "scale", "load_state_dict() between backward() and optimizer.step()", "load before the call"
+            )
+        missing = self._gradients.missing
+        if missing and all(pair.users.grad is not None for pair in self._pairs):
+            raise RefusalError(
+                "scale",
+                f"the gradient of {missing[0]} comes from no backward pass that adds gradients of all "
+                "parameters (torch.autograd.grad, backward(inputs=...), weights of functional_call), and ZeRO steps its own",
+                "use --scale fsdp2",
+            )
+        if missing:
+            raise RefusalError(
+                "scale",
+                f"{missing[0]} has no gradient ({len(missing)} of {len(self._pairs)} have none), and ZeRO would step it all "
+                "the same",
+                "freeze what the loss does not depend on, or use --scale fsdp2",
+            )
 
     def _note_versions(self) -> None:
         self._versions = {pair.name: pair.users._version for pair in self._pairs}
