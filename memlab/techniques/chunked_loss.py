@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memlab.errors import RefusalError, SessionError
+from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.hooks import own_attributes, stand_in
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real
@@ -357,23 +357,41 @@ class _TiledCrossEntropy(torch.autograd.Function):
                     _add_product(grad_weight, low_grad, low_hidden)
                 if grad_bias is not None:
                     grad_bias += grad_logits.sum(0).to(grad_bias.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.handed_over = False
+        ctx.made = grad_hidden, grad_weight, grad_bias
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.others = ignore_index, compute_dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target = ctx.saved_tensors  # torch refuses a second pass without a graph to keep
         if torch.is_grad_enabled():  # as autograd has it under create_graph
-            raise SessionError("create_graph=True through a chunked loss: its gradients have no graph; switch it off")
-        if ctx.handed_over:
-            raise SessionError(
-                "backward() a second time through a chunked loss: its gradients were handed over at the first"
-            )
-        ctx.handed_over = True
+            ignore_index, compute_dtype = ctx.others
+            made = _differentiable(hidden, weight, bias, target, ignore_index, compute_dtype, gradients[0])
+            return (*made, None, None, None)
         scale = gradients[0]
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return (*(None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.made), None, None, None)
         # in place: a second copy of the head's gradient would stand at the peak of the step
-        scaled = (None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+        made, ctx.made = ctx.made, ()
+        return (*(None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in made), None, None, None)
+
+
+def _differentiable(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    compute_dtype: torch.dtype | None,
+    scale: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Gradients with a graph, of logits that are whole."""
+    logits = _logits(hidden, weight, bias, compute_dtype)
+    total = F.cross_entropy(logits.to(scale.dtype), target, ignore_index=ignore_index, reduction="sum")
+    trained = [tensor for tensor in (hidden, weight, bias) if tensor is not None and tensor.requires_grad]
+    made = dict(zip(map(id, trained), torch.autograd.grad(total, trained, scale, create_graph=True), strict=True))
+    return [made.get(id(tensor)) for tensor in (hidden, weight, bias)]
 
 
 def _tile_rows(rows: int, vocabulary: int) -> int:

@@ -108,7 +108,9 @@ class MicroRun:
         self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = MicroInputs(division)
         self._gathered = MicroOutputs(division, verdict, repeats=self._repeats)
-        self.is_done = False  # its gradients were handed over, and cannot be had again
+        self._is_handed_over = (
+            False  # the gradients that the first pass has gathered; a graph that is kept is run again
+        )
         self._kept: tuple[Call, Outputs] | None = None  # the last micro-batch, with its graph
         self._fused = False
         self._inner_scale: torch.Tensor | float = 1.0
@@ -273,11 +275,6 @@ class MicroRun:
 
     def answer(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
-        if self.is_done:
-            raise SessionError(
-                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
-                "let the loop compute the loss from the outputs, or use --checkpoint"
-            )
         is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
         with uninterrupted():
             return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
@@ -292,12 +289,12 @@ class MicroRun:
                 f"the loop asks for the gradient of an output of {type(self._model).__name__} (retain_grad)",
                 KEEP_WHOLE,
             )
-        if self._fused:
+        if self._fused and not self._is_handed_over:
             self._scale_gathered(wanted.pop(self._gathered.loss, None))
         if wanted:
             self._replay(wanted)
         inputs = self._inputs.take()
-        self._kept, self.is_done = None, self._fused
+        self._kept, self._is_handed_over = None, self._fused
         self._gathered.drop_parts()
         return (*inputs, *self._aliases.take_gradients())
 
