@@ -599,18 +599,6 @@ class TestRefusals:
             "accumulation: the call of Fixed has no tensor argument to split; pass the batch as tensors"
         )
 
-    def test_a_second_backward(self) -> None:
-        model, batch = Regressor(), regression_batch()
-        with fit(workload(model), "--accumulate 3"):
-            loss = model(*batch)
-            loss.backward(retain_graph=True)
-            with pytest.raises(SessionError) as caught:
-                loss.backward()
-        assert str(caught.value) == (
-            "backward() a second time through the loss of a split batch: its gradients were handed over at the first; let the loop "
-            "compute the loss from the outputs, or use --checkpoint"
-        )
-
     def test_hooks_of_the_loop_on_saved_tensors(self) -> None:
         model, (inputs, targets) = Regressor().layers, regression_batch()
         F.cross_entropy(model(inputs), targets).backward()

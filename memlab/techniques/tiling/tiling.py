@@ -245,7 +245,9 @@ class TiledLinear(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, len(weight))  # [n, o]
         rows = inputs.reshape(-1, inputs.shape[-1])  # [n, i]
         if torch.is_grad_enabled():  # as autograd has it under create_graph: the layer as a whole
-            whole = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype).reshape(inputs.shape) if needs_inputs else None
+            whole = (
+                (gradient @ weight.to(gradient.dtype)).to(inputs.dtype).reshape(inputs.shape) if needs_inputs else None
+            )
             of_weight = (gradient.t() @ rows.to(gradient.dtype)).to(weight.dtype) if needs_weight else None
             return whole, of_weight, gradient.sum(0).to(ctx.bias_dtype) if needs_bias else None, None
         # sums over tiles are kept in fp32: rounding each of them would be worse than rounding the whole once
