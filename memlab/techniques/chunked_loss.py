@@ -27,7 +27,7 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.hooks import own_attributes, stand_in
-from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
 from memlab.units import MIB
@@ -172,7 +172,11 @@ class DeferredLogits(LazyTensor):
         dtype: torch.dtype,
     ) -> DeferredLogits:
         shape = (*hidden.shape[:-1], weight.shape[0])
-        deferred = cls(shape, dtype, hidden.device, lambda: _logits(hidden, weight, bias, compute_dtype).to(dtype))
+        deferred: DeferredLogits = with_graph(
+            lambda: cls(shape, dtype, hidden.device, lambda: _logits(hidden, weight, bias, compute_dtype).to(dtype)),
+            (hidden, weight, bias),
+            functools.partial(_gradients, hidden, weight, bias, compute_dtype),
+        )
         deferred.hidden, deferred.weight, deferred.bias, deferred.compute_dtype = hidden, weight, bias, compute_dtype
         return deferred
 
@@ -216,6 +220,26 @@ def _logits(
     if compute_dtype is not None:
         hidden, weight, bias = hidden.to(compute_dtype), weight.to(compute_dtype), _cast(bias, compute_dtype)
     return F.linear(hidden, weight, bias)
+
+
+def _gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    compute_dtype: torch.dtype | None,
+    gradient: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Gradients from that of the logits, which are computed once more."""
+    with torch.enable_grad():
+        logits = _logits(hidden, weight, bias, compute_dtype)
+    return _derived(logits, gradient.to(logits.dtype), hidden, weight, bias)
+
+
+def _derived(output: torch.Tensor, gradient: torch.Tensor, *sources: torch.Tensor | None) -> list[torch.Tensor | None]:
+    trained = [tensor for tensor in sources if tensor is not None and tensor.requires_grad]
+    made = torch.autograd.grad(output, trained, gradient, create_graph=torch.is_grad_enabled())
+    by_id = dict(zip(map(id, trained), made, strict=True))
+    return [by_id.get(id(tensor)) for tensor in sources]
 
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -389,9 +413,7 @@ def _differentiable(
     """Gradients with a graph, of logits that are whole."""
     logits = _logits(hidden, weight, bias, compute_dtype)
     total = F.cross_entropy(logits.to(scale.dtype), target, ignore_index=ignore_index, reduction="sum")
-    trained = [tensor for tensor in (hidden, weight, bias) if tensor is not None and tensor.requires_grad]
-    made = dict(zip(map(id, trained), torch.autograd.grad(total, trained, scale, create_graph=True), strict=True))
-    return [made.get(id(tensor)) for tensor in (hidden, weight, bias)]
+    return _derived(total, scale, hidden, weight, bias)
 
 
 def _tile_rows(rows: int, vocabulary: int) -> int:

@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import closed
@@ -108,9 +108,8 @@ class MicroRun:
         self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = MicroInputs(division)
         self._gathered = MicroOutputs(division, verdict, repeats=self._repeats)
-        self._is_handed_over = (
-            False  # the gradients that the first pass has gathered; a graph that is kept is run again
-        )
+        # the gradients that the first pass has gathered; a graph that is kept is run again
+        self._is_handed_over = False
         self._kept: tuple[Call, Outputs] | None = None  # the last micro-batch, with its graph
         self._fused = False
         self._inner_scale: torch.Tensor | float = 1.0
@@ -139,26 +138,41 @@ class MicroRun:
         return self._gathered.leaves(values)
 
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:
-        lazy = LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
+        def make() -> LazyTensor:
+            return LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
+
+        sources = [*self._inputs.whole().values(), *self._aliases.originals] if joined.differentiable else []
+        lazy: LazyTensor = with_graph(make, sources, lambda gradient: self._seen(position, gradient))
         self._learnt.waiting.add(lazy)
         return lazy
 
     def _look(self, position: int) -> torch.Tensor:
         """Compute an output the loop looks at after all, connected to the graph by replay."""
+        if self._looked_at is None:
+            _, self._looked_at = self._looked()
+        value: torch.Tensor = self._looked_at[position]
+        return value
+
+    def _seen(self, position: int, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients from that of an output that something has looked at past Python, by a replay of its own."""
+        with torch.enable_grad():
+            again, _ = self._looked()
+        return again.answer([gradient if each == position else None for each in again._gathered.eager])
+
+    def _looked(self) -> tuple[MicroRun, list[Any]]:
+        """The call once more, and its outputs."""
         self._learnt.reads_outputs = True
         if self._updates != self._learnt.updates:
             raise SessionError(
                 "an output of a split batch was read after optimizer.step(), when its parameters were gone: "
                 "read it before the step (from the next batch on memlab keeps it)"
             )
-        if self._looked_at is None:
-            again = self._again()
-            now = self._random_now()
-            with self._autocast.entered(), self._as_before():
-                self._looked_at = again._leaves()
-            now.restore()
-        value: torch.Tensor = self._looked_at[position]
-        return value
+        again = self._again()
+        now = self._random_now()
+        with self._autocast.entered(), self._as_before():
+            leaves = again._leaves()
+        now.restore()
+        return again, leaves
 
     def _again(self) -> MicroRun:
         """The same call once more, with a graph to its outputs."""
