@@ -184,6 +184,26 @@ def test_an_ignored_target_that_no_code_names(way: str) -> None:
     assert same_as_plain(lambda: _Masked(way), lambda model, step: model(inputs(), targets[step])) == []
 
 
+class _Remembering(nn.Linear):
+    """Adds what the batch before has given."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.memory = torch.zeros(8, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = super().forward(rows) + self.memory
+        self.memory = output.detach()
+        return output
+
+
+def test_rows_that_are_kept_from_call_to_call_are_named() -> None:
+    model = _Remembering()
+    said = r"must match .* \(it keeps memory from call to call, with as many rows as the batch\); use --checkpoint"
+    with fit(Workload(model), "--accumulate 2"), pytest.raises(RefusalError, match=said):
+        model(inputs())
+
+
 def test_a_batch_of_one_that_comes_first_is_run_whole() -> None:
     notes = same_as_plain(lambda: nn.Linear(6, 2), lambda m, s: m(inputs(8 if s else 1)).square().mean())
     assert notes == ["a batch of fewer rows than micro-batches (1 of 2) is split as far as it goes"]

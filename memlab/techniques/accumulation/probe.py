@@ -119,6 +119,8 @@ class Probe:
         square = (candidates[0].rows,) * 2
         if any(isinstance(leaf, torch.Tensor) and leaf.shape == square for leaf in call.leaves):
             reason += f" (one of its arguments is {[*square]}, rows by rows, as of the nodes of one graph)"
+        elif failed and (kept := _kept_by_row(self._model, candidates[0].rows)):
+            reason += f" (it keeps {kept} from call to call, with as many rows as the batch)"
         raise RefusalError(_FIELD, reason, instead)
 
     def joins(self, call: Call) -> tuple[Join | None, ...]:
@@ -374,6 +376,19 @@ def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch
         if isinstance(each, torch.Tensor) and each.dim() == 1 and each.is_floating_point() and 2 <= len(each) <= 4096
     ]
     return vectors[:_MOST_VECTORS]
+
+
+def _kept_by_row(model: nn.Module, rows: int) -> str:
+    """Name of a buffer or attribute with a row for each of a batch; empty where there is none."""
+    return next(
+        (
+            name
+            for module in model.modules()
+            for name, value in (*module._buffers.items(), *vars(module).items())
+            if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows
+        ),
+        "",
+    )
 
 
 class Quiet:
