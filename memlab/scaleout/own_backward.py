@@ -123,7 +123,9 @@ class OwnBackward:
                 "memlab cannot run this model call again: its inputs or the weights were changed in place between "
                 "forward and backward"
             )
-        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        # views, whose gradients are not handed to hooks of the loop's tensors
+        views = {id(tensor): tensor.view_as(tensor) for tensor in self._inputs}
+        args, kwargs = tree_unflatten([views.get(id(leaf), leaf) for leaf in self._leaves], self._spec)
         # an engine may keep weights elsewhere
         weights = {name: p.to(self._device) for name, p in self._parameters.items() if p.device != self._device}
         as_then = (uninterrupted(), self._state.again(with_graphs=True), self._autocast.entered(), torch.enable_grad())
@@ -133,7 +135,7 @@ class OwnBackward:
             made = at(self._own(*args, **kwargs), self._paths)
         wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
         return torch.autograd.grad(
-            [made[path] for path in wanted], self._sources, [*wanted.values()],
+            [made[path] for path in wanted], [views.get(id(each), each) for each in self._sources], [*wanted.values()],
             create_graph=torch.is_grad_enabled(), allow_unused=True,
         )  # fmt: skip
 

@@ -638,6 +638,22 @@ class TestRefusals:
             found.append([*gradients(model), *gradients(before), *(slope.detach() for slope in slopes)])
         assert distance(found[1], found[0]) < 1e-5
 
+    def test_hooks_on_gradients_of_gradients_run_once(self) -> None:
+        found = []
+        for flags in ("", "--accumulate 3"):
+            model, (inputs, targets) = Regressor(), regression_batch()
+            inputs.requires_grad_()
+            calls: list[int] = []
+            for number, tensor in enumerate((inputs, *model.parameters())):
+                tensor.register_hook(lambda gradient, number=number, calls=calls: calls.append(number) or gradient / 2)
+            with fit(workload(model), flags):
+                loss = model(inputs, targets)
+                slopes = torch.autograd.grad(loss, [inputs, *model.parameters()], create_graph=True)
+                (loss + sum(slope.square().sum() for slope in slopes)).backward()
+            assert inputs.grad is not None
+            found.append([*gradients(model), inputs.grad, torch.tensor(sorted(calls), dtype=torch.float32)])
+        assert distance(found[1], found[0]) < 1e-5
+
     def test_gradients_of_gradients_by_tensors_that_stand_for_parameters(self) -> None:
         found = []
         for flags in ("", "--accumulate 3"):

@@ -72,8 +72,8 @@ class Gatherer(Protocol):
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which micro-batches run, and their gradients gather."""
 
-    def originals_in_place(self) -> AbstractContextManager[None]:
-        """Context in which micro-batches run on what the outer graph derives by."""
+    def originals_in_place(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """Context in which micro-batches run on what the outer graph derives by, which it gives."""
 
     def originals_untouched(self, model_name: str) -> AbstractContextManager[None]:
         """Context of one backward pass."""
@@ -335,9 +335,9 @@ class MicroRun:
         """
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
         self._check_replay(wanted)
-        whole = self._inputs.whole()
+        whole = {position: tensor.view_as(tensor) for position, tensor in self._inputs.whole().items()}
         now, pairs = self._random_now(), []
-        with self._aliases.originals_in_place(), self._autocast.entered(), self._as_before():
+        with self._aliases.originals_in_place() as parameters, self._autocast.entered(), self._as_before():
             for index in range(self._count):
                 self._random_states[index].restore()
                 _, outputs = self._run(index, self._inputs.part_of(whole, index))
@@ -346,7 +346,7 @@ class MicroRun:
                     self._snapshot.restore(strict=False)
         now.restore()
         return torch.autograd.grad(
-            [tensor for tensor, _ in pairs], [*whole.values(), *self._aliases.originals], [share for _, share in pairs],
+            [tensor for tensor, _ in pairs], [*whole.values(), *parameters], [share for _, share in pairs],
             create_graph=True, allow_unused=True,
         )  # fmt: skip
 
