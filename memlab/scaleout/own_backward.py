@@ -124,7 +124,8 @@ class OwnBackward:
                 "forward and backward"
             )
         # views, whose gradients are not handed to hooks of the loop's tensors
-        views = {id(tensor): tensor.view_as(tensor) for tensor in self._inputs}
+        with torch.enable_grad():
+            views = {id(tensor): tensor.view_as(tensor) for tensor in self._inputs}
         args, kwargs = tree_unflatten([views.get(id(leaf), leaf) for leaf in self._leaves], self._spec)
         # an engine may keep weights elsewhere
         weights = {name: p.to(self._device) for name, p in self._parameters.items() if p.device != self._device}
