@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memlab.errors import MemlabError
+from memlab.errors import MemlabError, RefusalError
 from memlab.measuring.beside import Beside
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -62,7 +62,7 @@ class Chooser(Observer):
         tape = self._tape()
         if tape is None or tape.problem:
             if is_first:
-                self._session.switch(self._choosers[0]._session.plan, now=True)
+                self._follow(self._choosers[0]._session)
                 for each in known:  # until a step is recorded; what it was given may be of the loop's own making
                     each.batch = _in_shape(each.batch)
             return
@@ -74,6 +74,14 @@ class Chooser(Observer):
             session.switch(plan, now=True)
         for chooser in self._choosers:
             chooser.let_go()
+
+    def _follow(self, first: Session) -> None:
+        """Take over the plan that was chosen for another model alone; the other leaves it after its step if this one refuses it."""
+        try:
+            self._session.switch(first.plan, now=True)
+        except RefusalError as refusal:
+            self._session.log.note(f"refused {first.plan.label}: {refusal}")
+            first.switch(self._session.plan, now=False)
 
     def _chosen(self, known: Sequence[Workload]) -> Plan:
         try:

@@ -145,3 +145,15 @@ def is_shared(tensor: torch.Tensor) -> bool:
         (False, False, True)
     """
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
+
+
+def is_saved(parameter: torch.Tensor) -> bool:
+    """Return whether autograd has saved a parameter itself, and is to read its values in a backward pass.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> is_saved(weight), (penalty := weight.square().sum()).item(), is_saved(weight)
+        (False, 2.0, True)
+    """
+    # beside the tensor, the node that adds its gradient up holds it
+    return bool(parameter._use_count() > 1 + parameter.requires_grad)  # type: ignore[attr-defined]

@@ -264,7 +264,7 @@ class Session:
         with uninterrupted(), ExitStack() as hooks:
             together.by_model[self._model_id] = self
             hooks.callback(together.by_model.pop, self._model_id, None)
-            self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced)
+            self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced, self._calls.refuse_replicas)
             self._call_hook.install(hooks)
             for optimizer in self.workload.optimizers:
                 self._add_optimizer(optimizer, hooks)

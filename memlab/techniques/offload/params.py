@@ -35,6 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime import optimizer_step
+from memlab.runtime.aliases import is_saved
 from memlab.runtime.backward import is_added
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
@@ -153,7 +154,9 @@ class OffloadParams(Technique):
         undo.callback(self._gradients.end)
         for parameter in parameters:
             undo.callback(self._bring_back, parameter)
-            self._send_away(parameter)
+            # a backward pass is to find there what the loop has built on it before the plan came; it rests afterwards
+            if not (link.overlaps and is_saved(parameter)):
+                self._send_away(parameter)
         for block in blocks:
             self._block_streaming.stream(block, undo)
         undo.callback(self._leave_broken_pass)
