@@ -15,6 +15,7 @@ from memlab.runtime.optimizer_step import run_step, take_over
 from memlab.runtime.state_layers import apply_layer, canonical_state_dict, pack_loaded, remove_layer
 from memlab.techniques.base import State, Technique
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.offload.transfers import settle
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
 
 Optimizer = torch.optim.Optimizer
@@ -107,6 +108,7 @@ def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 def snapshot(model: torch.nn.Module, optimizer: Optimizer) -> Snapshot:
     """Copies of everything a technique must leave as it was."""
+    settle()  # state is read where it is kept
     state = {
         name: {
             key: value.clone() if isinstance(value, torch.Tensor) else value
@@ -207,6 +209,7 @@ def assert_nothing_half_done(
 
 def _go_back(model: torch.nn.Module, optimizer: Optimizer, start: Snapshot) -> None:
     """Make a model and its optimizer what they were, resident state bit by bit."""
+    settle()  # it is written where it is kept
     for name, parameter in model.named_parameters():
         parameter.data.copy_(start["parameters"][name])
         if name not in start["state"]:

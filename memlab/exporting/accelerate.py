@@ -18,7 +18,13 @@ _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 
 def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     """Return the YAML file of a plan."""
-    kind = _distributed_type(plan, scale)
+    if scale is not None:
+        kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(scale.engine, "DEEPSPEED")
+    else:
+        kind = "DEEPSPEED" if offloads_model_states(plan) else repr("NO")
+    notes = _script_notes(plan, kind)
+    if notes:
+        notes = ["# The rest of the plan belongs into the script:", *(f"# - {note}" for note in notes)]
     sections = {"DEEPSPEED": _deepspeed_section, "FSDP": _fsdp_section}
     lines = [
         header(plan if scale is None else scale),
@@ -34,13 +40,7 @@ def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str
         "use_cpu: false",
         "debug: false",
     ]
-    return "\n".join([*lines, *_accelerate_notes(plan, kind)]) + "\n"
-
-
-def _distributed_type(plan: Plan, scale: Scale | None) -> str:
-    if scale is not None:
-        return {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(scale.engine, "DEEPSPEED")
-    return "DEEPSPEED" if offloads_model_states(plan) else repr("NO")
+    return "\n".join([*lines, *notes]) + "\n"
 
 
 def _deepspeed_section(plan: Plan, scale: Scale | None) -> list[str]:
@@ -73,11 +73,6 @@ def _accelerate_tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
     if tier is Tier.DISK:
         return [f"{name}_device: nvme", f"{name}_nvme_path: nvme  # a folder on a fast disk"]
     return [f"{name}_device: {'none' if tier is None else 'cpu'}"]
-
-
-def _accelerate_notes(plan: Plan, kind: str) -> list[str]:
-    notes = _script_notes(plan, kind)
-    return ["# The rest of the plan belongs into the script:", *(f"# - {note}" for note in notes)] if notes else []
 
 
 def _script_notes(plan: Plan, kind: str) -> list[str]:

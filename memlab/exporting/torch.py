@@ -369,17 +369,16 @@ def _torch_forward(plan: Plan, batch: str) -> list[str]:
     lines = [f"loss = {_torch_call(plan, batch)}"]
     if contexts:
         lines = [f"with {', '.join(contexts)}:", *indent(lines, 4)]
-    return [*_selective_offload_comment(plan), *lines]
+    if plan.checkpointing == "selective" and plan.tier_of(Offloaded.ACTIVATIONS):
+        return [
+            "# what selective checkpointing keeps stays on the device: torch 2.13 hides it from these hooks",
+            *lines,
+        ]
+    return lines
 
 
 def _torch_call(plan: Plan, batch: str) -> str:
     return f"chunked_loss(model, {batch})" if plan.loss is Loss.CHUNKED else f"model(**{batch}).loss"
-
-
-def _selective_offload_comment(plan: Plan) -> list[str]:
-    if plan.checkpointing == "selective" and plan.tier_of(Offloaded.ACTIVATIONS):
-        return ["# what selective checkpointing keeps stays on the device: torch 2.13 hides it from these hooks"]
-    return []
 
 
 def _torch_autocast(plan: Plan) -> str:

@@ -83,13 +83,14 @@ def _trainer_engine(plan: Plan, scale: Scale | None) -> list[str]:
 
 def _trainer_notes(plan: Plan, scale: Scale | None) -> list[str]:
     """Return what TrainingArguments has no argument for: code where a few lines do it, else the way round."""
+    disk = _TRAINER_DISK if plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK else ""
     notes = (
         (_ACCUMULATION_COMMENT.format(n=plan.accumulation), plan.accumulation > 1),
         (_TRAINER_WEIGHTS, plan.precision in (Precision.FP32, Precision.FP16, Precision.BF16)),
         (_TRAINER_SELECTIVE, plan.checkpointing == "selective"),
         (_TRAINER_BUDGET, plan.checkpointing.budget_bytes is not None),
         (_TRAINER_PURE_BF16, plan.precision is Precision.PURE_BF16),
-        (_trainer_activations(plan), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
+        (_TRAINER_ACTIVATIONS.format(disk=disk), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
         (_TRAINER_STATE, scale is None and plan.tier_of(Offloaded.OPTIMIZER) is not None),
         (_TRAINER_PARAMS, scale is None and plan.tier_of(Offloaded.PARAMS) is not None),
         (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
@@ -153,6 +154,4 @@ _TRAINER_GRADIENTS = """
 # memlab.export(plan, to="torch"). Trainer takes the norm of all gradients in every step, which needs all of them"""
 
 
-def _trainer_activations(plan: Plan) -> str:
-    disk = "\n\n    # the plan says disk: Trainer has nothing for files, this keeps the activations in host memory"
-    return _TRAINER_ACTIVATIONS.format(disk=disk if plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK else "")
+_TRAINER_DISK = "\n\n    # the plan says disk: Trainer has nothing for files, this keeps the activations in host memory"

@@ -35,7 +35,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
-from types import CodeType, TracebackType
+from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -111,11 +112,7 @@ class Background:
             raise SessionError(f"%%memfit: {job.name} trains {type(model).__name__} in the background; {WAYS_OUT}")
 
     def wait(self) -> str:
-        """Wait until the cell has ended; Ctrl-C ends the waiting, and not the cell.
-
-        Raises:
-            SessionError: it failed, or waits for itself.
-        """
+        """Wait until the cell has ended, and fail if it has; Ctrl-C ends the waiting, and not the cell."""
         job = self._job
         if job is None:
             return "no cell runs in the background"
@@ -138,11 +135,7 @@ class Background:
         return f"{job.name} in the background ends before its next step"
 
     def close(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
-        """Cancel the cell and wait for its end.
-
-        Raises:
-            SessionError: it makes no more training steps, so it cannot be cancelled.
-        """
+        """Cancel the cell and wait for its end; fail where it makes no more training steps, so that it cannot be cancelled."""
         job = self._other()
         if job is None:
             return
@@ -163,8 +156,8 @@ class Background:
 WAYS_OUT = "%memfit wait waits for it, %memfit cancel ends it"
 
 
-class Job:
-    """One cell on its thread."""
+class Job(Observer):
+    """One cell on its thread; told of the steps it makes, so that it can end between two."""
 
     def __init__(
         self, shell: Shell, program: Program, work: Callable[[CellPlace], None], failed: Callable[[BaseException], None]
@@ -177,7 +170,7 @@ class Job:
         self._work = work
         self._failed = failed
         self._models: list[weakref.ref[nn.Module]] = []
-        self._control: Control | None = None
+        self.control: Control | None = None  # what steers the model that it trains, while it does
         self._is_cancelled = threading.Event()
         self._has_ended = threading.Event()
         # context variables say to which cell output belongs
@@ -205,7 +198,7 @@ class Job:
     def cancel(self) -> None:
         """Have it end before its next step, also where a panel has paused it."""
         self._is_cancelled.set()
-        control = self._control
+        control = self.control
         if control is not None:
             control.cancel()
 
@@ -215,13 +208,9 @@ class Job:
     def trains(self, model: nn.Module, control: Control | None) -> None:
         """Note which model it trains, and who steers that from now on."""
         self._models.append(weakref.ref(model))
-        self._control = control
+        self.control = control
 
-    def trains_no_more(self) -> None:
-        """Note that what steers the model is not for this cell any more."""
-        self._control = None
-
-    def require_not_cancelled(self) -> None:
+    def step_boundary(self) -> None:
         """End training when it was cancelled."""
         if self._is_cancelled.is_set():
             self._is_cancelled.clear()
@@ -230,7 +219,7 @@ class Job:
     def _run(self, state: ThreadState) -> None:
         try:
             with state.in_force():
-                self._work(CellPlace(self._program.run, self._program.raise_shown, self._watch))
+                self._work(CellPlace(self._program.run, self._program.raise_shown, partial(BackgroundWatch, self)))
         except (KeyboardInterrupt, UsageError) as error:
             self._note_end(error)
         except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
@@ -249,13 +238,10 @@ class Job:
             self.failure = str(error)
             print(f"UsageError: {error}", file=sys.stderr)  # noqa: T201 - as IPython shows it
 
-    def _watch(self, *args: Any, **options: Any) -> CellWatch:
-        return BackgroundWatch(self, *args, **options)
-
     def _end(self) -> None:
         # what the notebook has no name for must not stay in memory
-        self._work, self._failed = _nothing, _nothing
-        self._program.forget()
+        del self._work, self._failed
+        self._program.shown = None
         sys.stdout.flush()
         sys.stderr.flush()
         atexit.unregister(self._end_with_process)
@@ -264,10 +250,6 @@ class Job:
     def _end_with_process(self) -> None:
         self.cancel()
         self.ended(_LAST_SECONDS)
-
-
-def _nothing(_given: Any) -> None:
-    """Finish the run: the work left when all is done."""
 
 
 class BackgroundWatch(CellWatch):
@@ -293,11 +275,10 @@ class BackgroundWatch(CellWatch):
         session = session_of(workload.model)
         if session is not None:
             self._job.trains(workload.model, self._control)
-            self._undo.callback(self._job.trains_no_more)
-            canceller = _Canceller(self._job)
+            self._undo.callback(setattr, self._job, "control", None)
             # before anybody has begun a step
-            session.observers.add(canceller, first=True)
-            self._undo.callback(session.observers.remove, canceller)
+            session.observers.add(self._job, first=True)
+            self._undo.callback(session.observers.remove, self._job)
 
 
 def _hand_over(model: nn.Module, thread: threading.Thread) -> None:
@@ -305,16 +286,6 @@ def _hand_over(model: nn.Module, thread: threading.Thread) -> None:
     session = session_of(model)
     if session is not None and thread.ident is not None:
         session.hand_over(thread.ident)
-
-
-class _Canceller(Observer):
-    """Ends training between two steps."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def step_boundary(self) -> None:
-        self._job.require_not_cancelled()
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -331,7 +302,7 @@ class Program:
             self._file = shell.compile.cache(source.python, self.number, raw_code=source.raw)
         self._parts = list(self._compiled(shell, source))
         self.was_interrupted = False  # whether it was cancelled, or raised what Ctrl-C raises
-        self._shown: BaseException | None = None
+        self.shown: BaseException | None = None  # the error that was
 
     def run(self, shell: Shell, _source: CellSource) -> Outcome:
         """Execute it; its error is returned, not shown."""
@@ -357,27 +328,17 @@ class Program:
 
     def show(self, shell: Shell, error: BaseException, advice: str = "") -> None:
         """Show an error as IPython does, from the cell's own lines on; once."""
-        if error is self._shown:
+        if error is self.shown:
             return
-        self._shown = error
-        own = self._own_lines(error.__traceback__)
+        self.shown = error
+        entries = cells.entries(error.__traceback__)
+        own = next((each for each in entries if each.tb_frame.f_code.co_filename == self._file), error.__traceback__)
         if hasattr(error, "_render_traceback_"):
             lines = error._render_traceback_()
         else:
             lines = shell.InteractiveTB.structured_traceback(type(error), error, own, tb_offset=0)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, own  # for %debug and %tb
         shell._showtraceback(type(error), error, [*lines, "", advice] if advice else lines)
-
-    def forget(self) -> None:
-        """Let go of the error that was shown."""
-        self._shown = None
-
-    def _own_lines(self, traceback: TracebackType | None) -> TracebackType | None:
-        """The part of a traceback that begins in the cell; all of it when none does."""
-        part = traceback
-        while part is not None and part.tb_frame.f_code.co_filename != self._file:
-            part = part.tb_next
-        return part or traceback
 
     async def _execute(self, shell: Shell) -> None:
         for code, is_shown in self._parts:

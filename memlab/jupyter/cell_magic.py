@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -27,7 +28,7 @@ from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.out_of_memory import is_out_of_memory, release
-from memlab.runtime.workload import Batch, SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
+from memlab.runtime.workload import SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
 from memlab.session import Session
 
 _NO_MODEL = (
@@ -41,12 +42,6 @@ _PASSED_OVER = (
 )
 
 _IN_EVAL_MODE = "no model in train mode was found: the loop trains {0} in eval mode only; call model.train() before"
-
-
-def _say(line: Line, text: str) -> None:
-    """Print a line that stays, above the one that shows progress."""
-    line.clear()
-    print(f"memfit: {text}")  # noqa: T201 - it is read while the cell runs
 
 
 class CellMagic:
@@ -98,32 +93,41 @@ class CellMagic:
 
     def _run(self, options: CellOptions, source: cells.CellSource, place: CellPlace) -> None:
         __tracebackhide__ = True
-        budget_bytes = self._budget_of(options)
-        line = self._line(options)
+        asked = self._with_defaults(options)
+        line = self._notebook.line(quiet=asked.quiet)
         watch = place.watch(
-            self._plan_of(options),
-            options.capacity_bytes or self._notebook.config.capacity_bytes,
-            Progress(line, self._notebook.panels.any_open) if line is not None else None,
-            self._choice(options, budget_bytes, line) if budget_bytes is not None else None,
-            self._rescue(options, line) if options.rescue and self._notebook.config.rescue else None,
+            asked.plan,
+            asked.capacity_bytes,
+            None if asked.quiet else Progress(line, self._notebook.panels.any_open),
+            None if asked.budget_bytes is None else prediction.choice(asked, self._history_of, Saying(line)),
+            self._rescue(asked, line) if asked.rescue else None,
             self._notebook.control_of,
             lambda model: name_of(model, self._notebook.shell.user_ns),
             lambda: self._notebook.shell.user_ns,
         )
         try:
-            self._run_watched(watch, options, source, place, budget_bytes, line)
+            self._run_watched(watch, asked, source, place, line)
+            self._require_model(watch, options)
         finally:
             # IPython keeps the error that ends a cell, and with it the variables of this function
             watch.forget()
 
+    def _with_defaults(self, options: CellOptions) -> CellOptions:
+        """The options of a cell that trains, with what is configured in place of what its line does not say."""
+        config, says_plan = self._notebook.config, options.plan is not None
+        return replace(
+            options,
+            plan=Plan.parse(config.plan) if config.plan and not says_plan else options.plan,
+            # the configured one is for cells that say nothing about the plan
+            budget_bytes=options.budget_bytes if says_plan else options.budget_bytes or config.budget_bytes,
+            capacity_bytes=options.capacity_bytes or config.capacity_bytes,
+            keep=options.keep or config.kept,
+            rescue=options.rescue and config.rescue,
+            quiet=options.quiet or config.quiet,
+        )
+
     def _run_watched(
-        self,
-        watch: CellWatch,
-        options: CellOptions,
-        source: cells.CellSource,
-        place: CellPlace,
-        budget_bytes: int | None,
-        line: Line | None,
+        self, watch: CellWatch, options: CellOptions, source: cells.CellSource, place: CellPlace, line: Line
     ) -> None:
         __tracebackhide__ = True
         with watch:
@@ -139,7 +143,7 @@ class CellMagic:
             if steps and watch.session is not None:
                 # whoever interrupted the cell does not wait for predictions
                 plans = watch.notes.plans if outcome.error is None else ()
-                self._predict(watch.session, watch.sessions, plans, budget_bytes, line)
+                self._predict(watch.session, watch.sessions, plans, options.budget_bytes, line)
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
                 self._show_receipt(watch, steps)
         refusal = watch.refused or cells.refusal_in(outcome.error)
@@ -147,50 +151,25 @@ class CellMagic:
             with cells.beside("going back to the plan before"):
                 watch.give_up(refusal)
         if outcome.error is not None:
-            self._raise(outcome, watch, place, options)
-        self._require_model(watch, options)
-
-    def _plan_of(self, options: CellOptions) -> Plan | None:
-        if options.plan is None and self._notebook.config.plan:
-            return Plan.parse(self._notebook.config.plan)
-        return options.plan
-
-    def _kept(self, options: CellOptions) -> frozenset[str]:
-        """Settings that stay as they are; those that are configured are for cells that name none."""
-        return options.keep or self._notebook.config.kept
-
-    def _line(self, options: CellOptions) -> Line | None:
-        if options.quiet or self._notebook.config.quiet:
-            return None
-        return self._notebook.line()
-
-    def _budget_of(self, options: CellOptions) -> int | None:
-        """The budget of a cell; the configured one is for cells that say nothing about the plan."""
-        if options.budget_bytes is None and options.plan is None:
-            return self._notebook.config.budget_bytes
-        return options.budget_bytes
-
-    def _choice(
-        self, options: CellOptions, budget_bytes: int, line: Line | None
-    ) -> Callable[[Sequence[Workload]], Plan]:
-        return prediction.choice(
-            options, budget_bytes, self._plan_of(options) or Plan(), self._history_of, Saying(line)
-        )
+            self._raise(outcome, watch, place, options.keep)
 
     def _history_of(self, workload: Workload) -> History:
         history = self._notebook.history_of(workload.model)
         history.trained_by(workload.optimizers)
         return history
 
-    def _rescue(self, options: CellOptions, line: Line | None) -> Callable[[Workload, int | None], Rescuer]:
+    def _rescue(self, options: CellOptions, line: Line) -> Callable[[Workload, int | None], Rescuer]:
+        def say(text: str) -> None:
+            line.clear()  # the one that shows progress; what is said stays above it
+            print(f"memfit: {text}")  # noqa: T201 - it is read while the cell runs
+
         def rescuer_of(workload: Workload, capacity_bytes: int | None) -> Rescuer:
-            history = self._notebook.histories.get(workload.model, History())
-            history.trained_by(workload.optimizers)
+            history = self._history_of(workload)
             return Rescuer(
-                self._kept(options),
+                options.keep,
                 {Plan.of_label(each.plan): each for each in history.plan_space},
                 capacity_bytes,
-                (lambda text: _say(line, text)) if line is not None else None,
+                None if options.quiet else say,
                 Evidence(workload.device, capacity_bytes),
             )
 
@@ -202,7 +181,7 @@ class CellMagic:
         together: Sequence[Session],
         plans: tuple[Plan, ...],
         budget_bytes: int | None,
-        line: Line | None,
+        line: Line,
     ) -> None:
         """Add what was predicted to what was measured."""
         history = self._notebook.histories[session.workload.model]
@@ -212,8 +191,7 @@ class CellMagic:
             with suppress(WorkloadError):
                 workloads = [prediction.with_loop(each.workload, self._notebook.history_of) for each in together]
                 prediction.predict_rows(history, workloads, plans, Saying(line))
-            if line is not None:
-                line.clear()
+            line.clear()
         if budget_bytes is not None:
             history.say(prediction.budget_line(history, session.plan, budget_bytes))
         control = self._notebook.control_of(live.model)
@@ -280,10 +258,7 @@ class CellMagic:
                 why = past if session.usage.passed_by is None else f"{session.usage.passed_by}; nothing was measured"
             print(f"memfit: {why}")  # noqa: T201
 
-    def _batch_of(self, watch: CellWatch) -> Batch | None:
-        return self._notebook.history_of(watch.session.workload.model).batch if watch.session is not None else None
-
-    def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: CellPlace, options: CellOptions) -> None:
+    def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: CellPlace, keep: frozenset[str]) -> None:
         error = outcome.error
         refusal = cells.refusal_in(error)
         if refusal is not None or isinstance(error, Cancelled):
@@ -297,7 +272,8 @@ class CellMagic:
         advice = ""
         if error is not None and is_out_of_memory(error):
             with cells.beside("the advice"):
-                advice = out_of_memory_advice(error, watch.session, self._batch_of(watch), self._kept(options))
+                batch = self._notebook.history_of(watch.session.workload.model).batch if watch.session else None
+                advice = out_of_memory_advice(error, watch.session, batch, keep)
                 outcome.traceback = own_frames(self._notebook.shell, error) or outcome.traceback
         place.raise_shown(self._notebook.shell, outcome, advice)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memlab.errors import MemlabError
+from memlab.errors import MemlabError, RefusalError
 from memlab.measuring.beside import Beside
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -66,7 +66,7 @@ class Chooser(Observer):
             return
         if tape is None or tape.problem:
             if is_first:
-                self._session.switch(self._choosers[0]._session.plan, now=True)
+                self._follow(self._choosers[0]._session)
                 for each in known:  # until a step is recorded; what it was given may be of the loop's own making
                     each.batch = _in_shape(each.batch)
             return
@@ -78,6 +78,14 @@ class Chooser(Observer):
             session.switch(plan, now=True)
         for chooser in self._choosers:
             chooser.let_go()
+
+    def _follow(self, first: Session) -> None:
+        """Take over the plan that was chosen for another model alone; the other leaves it after its step if this one refuses it."""
+        try:
+            self._session.switch(first.plan, now=True)
+        except RefusalError as refusal:
+            self._session.log.note(f"refused {first.plan.label}: {refusal}")
+            first.switch(self._session.plan, now=False)
 
     def _chosen(self, known: Sequence[Workload]) -> Plan:
         try:
@@ -174,8 +182,7 @@ def without_graph(batch: Batch) -> Batch:
             return value
         return value.detach().requires_grad_()
 
-    args, kwargs = tree_map(cut, (batch.args, dict(batch.kwargs)))
-    return Batch(args, kwargs)
+    return Batch(*tree_map(cut, (batch.args, dict(batch.kwargs))))
 
 
 def _in_shape(batch: Batch) -> Batch:
@@ -187,8 +194,7 @@ def _in_shape(batch: Batch) -> Batch:
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return made.requires_grad_(value.requires_grad)
 
-    args, kwargs = tree_map(shaped, (batch.args, dict(batch.kwargs)))
-    return Batch(args, kwargs)
+    return Batch(*tree_map(shaped, (batch.args, dict(batch.kwargs))))
 
 
 class StaleOptimizers:

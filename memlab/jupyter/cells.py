@@ -61,6 +61,7 @@ class CellSource:
     @property
     def is_silenced(self) -> bool:
         """Return whether a semicolon at its end keeps the last value from being shown."""
+        # what is left are names, operators and values
         skipped = (
             tokenize.COMMENT,
             tokenize.NL,
@@ -70,12 +71,11 @@ class CellSource:
             tokenize.ENDMARKER,
         )
         try:
-            tokens = [
-                each for each in tokenize.generate_tokens(io.StringIO(self.python).readline) if each.type not in skipped
-            ]
+            tokens = [*tokenize.generate_tokens(io.StringIO(self.python).readline)]
         except (tokenize.TokenError, SyntaxError):
             return False
-        return bool(tokens) and tokens[-1].string == ";"
+        words = [each.string for each in tokens if each.type not in skipped]
+        return words[-1:] == [";"]
 
 
 def read(shell: Shell, cell: str) -> CellSource:
@@ -134,10 +134,6 @@ def beside(what: str, say: Callable[[str], None] = _print) -> Iterator[None]:
     """Say what of memlab's own work for a cell failed: its error is none of the cell's, and ends nothing.
 
     What memlab refuses is raised.
-
-    Args:
-        what: the work, in words.
-        say: told about it in a sentence; by default it is printed.
     """
     try:
         yield
@@ -160,13 +156,9 @@ def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:
 
 
 def refusal_in(error: BaseException | None) -> MemlabError | None:
-    """Return what memlab has refused in the middle of a cell, in the error that ends it.
+    """Return what memlab has refused in the middle of a cell, in the error that ends it, or in one that this was raised from.
 
-    Args:
-        error: as the cell raised it; a framework may have raised another one from it.
-
-    Returns:
-        The refusal; None for other errors, and for those of calls to memlab that stand in the user's code.
+    None for other errors, and for those of calls to memlab that stand in the user's code.
     """
     while error is not None:
         if isinstance(error, MemlabError) and (error.in_loop or _was_called_by_torch(error.__traceback__)):
@@ -178,11 +170,11 @@ def refusal_in(error: BaseException | None) -> MemlabError | None:
 def _was_called_by_torch(traceback: TracebackType | None) -> bool:
     """Return whether memlab was called by torch (a hook, a node of the backward pass), and not by the user's code."""
     before = ""
-    while traceback is not None:
-        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+    for entry in entries(traceback):
+        module = str(entry.tb_frame.f_globals.get("__name__", ""))
         if module.startswith("memlab."):
             return before.startswith("torch.")
-        before, traceback = module, traceback.tb_next
+        before = module
     return False
 
 
@@ -219,21 +211,16 @@ def _drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _run_on_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    # with a factory the runner leaves the thread's current event loop alone
-    with _running_loop_set_aside(), asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        return runner.run(coroutine)
-
-
-@contextmanager
-def _running_loop_set_aside() -> Iterator[None]:
-    """Let another event loop run inside the one that runs this code."""
+    """Run a coroutine on an event loop of its own, inside the one that runs this code."""
     loop = asyncio.get_running_loop()
     # from Python 3.12 on the current task is kept beside the loop
     swap = getattr(asyncio.tasks, "_swap_current_task", None)
     task = swap(loop, None) if swap is not None else None
     asyncio._set_running_loop(None)
     try:
-        yield
+        # with a factory the runner leaves the thread's current event loop alone
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(coroutine)
     finally:
         asyncio._set_running_loop(loop)
         if swap is not None:
@@ -283,7 +270,7 @@ def _held_back(shell: Shell, source: CellSource, outcome: Outcome) -> Iterator[N
     """Keep the lines of the traceback that ends the inner cell; others are shown as always."""
     show, format_and_show = shell._showtraceback, shell.showtraceback
 
-    def with_lines(*args: Any, **kwargs: Any) -> None:
+    def numbered(*args: Any, **kwargs: Any) -> None:
         _number_lines(sys.exc_info()[1])
         format_and_show(*args, **kwargs)
 
@@ -297,7 +284,7 @@ def _held_back(shell: Shell, source: CellSource, outcome: Outcome) -> Iterator[N
         else:
             show(kind, error, lines)
 
-    with _having(shell, _showtraceback=held_back, showtraceback=with_lines):
+    with _having(shell, _showtraceback=held_back, showtraceback=numbered):
         yield
 
 
@@ -310,24 +297,29 @@ def _errors_of(result: Any, source: CellSource) -> list[BaseException | None]:
 
 def _leave_memlab_out(error: BaseException | None) -> bool:
     """Take memlab's frames out of the tracebacks of an error and of those it came from; return whether there were any."""
-    seen: set[int] = set()
-    waiting = [error]
     found = False
-    while waiting:
-        error = waiting.pop()
-        if error is None or id(error) in seen:
-            continue
-        seen.add(id(error))
-        waiting += [error.__cause__, error.__context__]
-        entries = list(_entries(error.__traceback__))
-        kept = [entry for entry in entries if not entry.tb_frame.f_code.co_filename.startswith(_MEMLAB)]
+    for each in errors_behind(error):
+        every = list(entries(each.__traceback__))
+        kept = [entry for entry in every if not entry.tb_frame.f_code.co_filename.startswith(_MEMLAB)]
         # a Ctrl-C that came at a bad moment is raised by memlab a moment later
-        is_foreign = bool(kept) and (kept[-1] is entries[-1] or isinstance(error, KeyboardInterrupt))
-        if is_foreign and len(kept) < len(entries):
+        is_foreign = bool(kept) and (kept[-1] is every[-1] or isinstance(each, KeyboardInterrupt))
+        if is_foreign and len(kept) < len(every):
             for entry, following in zip(kept, (*kept[1:], None), strict=True):
                 entry.tb_next = following
-            error.__traceback__ = kept[0]
+            each.__traceback__ = kept[0]
             found = True
+    return found
+
+
+def errors_behind(error: BaseException | None) -> list[BaseException]:
+    """Return an error and those that it came from, or was raised beside."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and all(each is not known for known in found):
+            found.append(each)
+            waiting += [each.__cause__, each.__context__]
     return found
 
 
@@ -336,7 +328,7 @@ def _number_lines(error: BaseException | None) -> None:
     if error is None:
         return
     following = None
-    for entry in reversed([*_entries(error.__traceback__)]):
+    for entry in reversed([*entries(error.__traceback__)]):
         if entry.tb_lineno is None:
             frame = entry.tb_frame
             lines = [n for start, _, n in frame.f_code.co_lines() if n is not None and start <= entry.tb_lasti]
@@ -348,7 +340,8 @@ def _number_lines(error: BaseException | None) -> None:
     error.__traceback__ = following
 
 
-def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+def entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield the entries of a traceback, the outermost one first."""
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -49,33 +48,24 @@ class World(Enum):
 
 
 def let_through(widget: Widget) -> Callable[[], None]:
-    """Let a panel's messages reach the kernel on the thread that its front end chose.
+    """Let a panel's messages reach the kernel on the thread that its front end chose; return what undoes that.
 
-    Returns:
-        What undoes it. Where there is nothing to do (another ipykernel, no kernel), it does nothing.
+    Where there is nothing to do (another ipykernel, no kernel), it does nothing.
     """
-    undo = ExitStack()
-    _open_comm(getattr(widget, "comm", None), undo)
-    return undo.close
+    comm: Comm | None = getattr(widget, "comm", None)
+    own: dict[str, Any] = {}
+    if comm is not None and _ROUTE not in getattr(comm, "__dict__", {}):
+        if hasattr(comm, _ROUTE):
+            own[_ROUTE] = lambda _data, subshell_id: subshell_id  # the one that the front end has chosen
+        if hasattr(comm, "handle_msg"):
+            own["handle_msg"] = partial(_handle_quietly, comm, type(comm).handle_msg)
+        comm.__dict__.update(own)
 
+    def undo() -> None:
+        for name in own:
+            comm.__dict__.pop(name, None)
 
-def _open_comm(comm: Comm | None, undo: ExitStack) -> None:
-    if comm is None or _ROUTE in getattr(comm, "__dict__", {}):
-        return
-    if hasattr(comm, _ROUTE):
-        _put(comm, _ROUTE, _as_sent, undo)
-    if hasattr(comm, "handle_msg"):
-        _put(comm, "handle_msg", partial(_handle_quietly, comm, type(comm).handle_msg), undo)
-
-
-def _put(comm: Comm, name: str, value: Any, undo: ExitStack) -> None:
-    comm.__dict__[name] = value
-    undo.callback(comm.__dict__.pop, name, None)
-
-
-def _as_sent(_data: Any, subshell_id: str | None) -> str | None:
-    """The subshell that the front end has chosen."""
-    return subshell_id
+    return undo
 
 
 def _handle_quietly(comm: Comm, handle: Callable[[Comm, Any], None], message: Any) -> None:

@@ -50,8 +50,10 @@ def completions(text: str, variables: Mapping[str, Any]) -> tuple[str, tuple[str
     if line is None:
         return "", ()
     *before, piece = _split(line[2])
-    is_cell = line[1].startswith("%%")
-    found = _in_cell(before, piece, variables) if is_cell else _in_line(before, piece, variables)
+    if line[1].startswith("%%"):
+        found = _flags_and_values(before, piece, CELL_FLAGS, variables, has_plan=True)
+    else:
+        found = _in_line(before, piece, variables)
     if line[2].count('"') % 2:
         found = (each.strip('"') for each in found)
     fitting = (each for each in found if each.lstrip('"').lower().startswith(piece.lower()) and each != piece)
@@ -75,10 +77,6 @@ def _split(text: str) -> list[str]:
         *done, last = words
         return [*(word for word in done if word), *last.split(" ")]
     return [*(word for word in words[:-1] if word), words[-1]]
-
-
-def _in_cell(before: list[str], piece: str, variables: Mapping[str, Any]) -> Iterator[str]:
-    return _flags_and_values(before, piece, CELL_FLAGS, variables, has_plan=True)
 
 
 def _in_line(before: list[str], piece: str, variables: Mapping[str, Any]) -> Iterator[str]:
@@ -109,55 +107,40 @@ def _flags_and_values(
     """Values of the flag that waits for one, or else flags that are not there yet."""
     given = list(before)
     is_of_ranks = any(word.partition("=")[0] == "--nproc" for word in given)
-    values = _values(flags, variables, has_plan=has_plan, is_of_ranks=is_of_ranks)
-    spelled, is_joined, _ = piece.partition("=")
-    if is_joined and spelled in values:
-        yield from (f"{spelled}={value}" for value in values[spelled](piece[len(spelled) + 1 :]))
+
+    def values_of(spelled: str, piece: str) -> Iterable[str] | None:
+        """What the value of a flag may be; None where it is no flag of this line that takes one."""
+        for flag in flags:
+            if flag.flag == spelled and flag.metavar:
+                return _of_flag(flag, piece, variables)
+        if is_of_ranks and spelled == "--scale":
+            return ENGINES
+        return next((_of_field(spec, piece) for spec in FIELDS if has_plan and spec.flag == spelled), None)
+
+    spelled, is_joined, value = piece.partition("=")
+    joined = values_of(spelled, value) if is_joined else None
+    if joined is not None:
+        yield from (f"{spelled}={value}" for value in joined)
         return
     waiting = given[-1] if given else ""
-    if waiting in values:
-        yield from values[waiting](piece)
-        if not _is_bare(waiting):
-            return
-    known = [each for flag in flags for each in (flag.flag,)] + (list(plan_flags()) if has_plan else [])
+    values = values_of(waiting, piece)
+    if values is not None:
+        yield from values
+        if not any(spec.flag == waiting and spec.bare is not None for spec in FIELDS):
+            return  # it cannot stand without a value
+    known = [flag.flag for flag in flags] + (list(plan_flags()) if has_plan else [])
     there = {word.partition("=")[0] for word in given}
     if piece.startswith("-") or not piece:
         yield from (flag for flag in known if flag not in there)
 
 
-def _is_bare(flag: str) -> bool:
-    """Return whether a flag may stand without the value it can have."""
-    return any(spec.flag == flag and spec.bare is not None for spec in FIELDS)
-
-
-Values = Callable[[str], Iterable[str]]
-
-
-def _values(
-    flags: tuple[Flag, ...], variables: Mapping[str, Any], *, has_plan: bool, is_of_ranks: bool
-) -> dict[str, Values]:
-    """For every flag that takes one, what its value may be."""
-    found: dict[str, Values] = {}
-    if has_plan:
-        found |= {spec.flag: _of_field(spec) for spec in FIELDS}
-    if is_of_ranks:
-        found["--scale"] = lambda _piece: ENGINES
-    for flag in flags:
-        if flag.metavar:
-            found[flag.flag] = _of_flag(flag, variables)
-    return found
-
-
-def _of_field(spec: PlanField) -> Values:
-    def values(piece: str) -> Iterable[str]:
-        if spec.name == "offload":
-            return _offloads(piece)
-        alternatives = spec.metavar.strip("[]").split("|")
-        # "every:N" and "budget:SIZE" go on with what only the user knows
-        openings = (each.partition(":")[0] + ":" for each in alternatives if ":" in each)
-        return (*spec.choices, *openings)
-
-    return values
+def _of_field(spec: PlanField, piece: str) -> Iterable[str]:
+    if spec.name == "offload":
+        return _offloads(piece)
+    alternatives = spec.metavar.strip("[]").split("|")
+    # "every:N" and "budget:SIZE" go on with what only the user knows
+    openings = (each.partition(":")[0] + ":" for each in alternatives if ":" in each)
+    return (*spec.choices, *openings)
 
 
 def _offloads(piece: str) -> Iterator[str]:
@@ -171,7 +154,7 @@ def _offloads(piece: str) -> Iterator[str]:
                 yield from (f"{head}{comma}{what}:{tier}" for tier in Tier if tier is not Tier.AUTO)
 
 
-def _of_flag(flag: Flag, variables: Mapping[str, Any]) -> Values:
+def _of_flag(flag: Flag, piece: str, variables: Mapping[str, Any]) -> Iterable[str]:
     kinds: dict[str, Callable[[Any], bool]] = {
         "model": lambda value: isinstance(value, nn.Module),
         "optimizer": lambda value: isinstance(value, torch.optim.Optimizer),
@@ -179,27 +162,19 @@ def _of_flag(flag: Flag, variables: Mapping[str, Any]) -> Values:
         "loss_fn": lambda value: callable(value) and not isinstance(value, type),
     }
 
-    def values(piece: str) -> Iterable[str]:
-        if flag.name in kinds:
-            head, comma, _ = piece.rpartition(",")
-            names = (name for name, value in variables.items() if not name.startswith("_") and kinds[flag.name](value))
-            return [head + comma + name for name in names if name not in head.split(",")]
-        if flag.name == "device":
-            return [_quoted(gpu.name) for gpu in gpus()]
-        if flag.name == "keep":
-            head, comma, _ = piece.rpartition(",")
-            return [head + comma + spec.name for spec in FIELDS if spec.name not in head.split(",")]
-        if "SIZE" in flag.metavar:
-            return (*_SIZES, *(each for each in flag.metavar.split("|") if each.islower()))
-        if "|" in flag.metavar:
-            return flag.metavar.split("|")
-        return ("2", "4", "8") if flag.metavar == "N" else ()
-
-    return values
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if " " in name else name
+    head, comma, _ = piece.rpartition(",")
+    if flag.name in kinds:
+        names = (name for name, value in variables.items() if not name.startswith("_") and kinds[flag.name](value))
+        return [head + comma + name for name in names if name not in head.split(",")]
+    if flag.name == "device":
+        return [f'"{gpu.name}"' if " " in gpu.name else gpu.name for gpu in gpus()]
+    if flag.name == "keep":
+        return [head + comma + spec.name for spec in FIELDS if spec.name not in head.split(",")]
+    if "SIZE" in flag.metavar:
+        return (*_SIZES, *(each for each in flag.metavar.split("|") if each.islower()))
+    if "|" in flag.metavar:
+        return flag.metavar.split("|")
+    return ("2", "4", "8") if flag.metavar == "N" else ()
 
 
 def _files(piece: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from traitlets import Bool, TraitError, Unicode, validate
@@ -51,32 +52,26 @@ class MemLab(Configurable):
         """The budget in bytes, or None for none."""
         return parse_bytes(self.budget) if self.budget else None
 
-    @validate("capacity", "budget")
-    def _check_size(self, proposal: Any) -> str:
-        return _accepted(proposal["value"], parse_bytes)
-
-    @validate("plan")
-    def _check_plan(self, proposal: Any) -> str:
-        return _accepted(proposal["value"], Plan.parse)
-
     @property
     def kept(self) -> frozenset[str]:
         """Names of the plan fields in `keep`."""
         return _fields(self.keep) if self.keep else frozenset()
 
-    @validate("keep")
-    def _check_keep(self, proposal: Any) -> str:
-        return _accepted(proposal["value"], _fields)
+    @validate("capacity", "budget", "plan", "keep")
+    def _check(self, proposal: Any) -> str:
+        text: str = proposal["value"]
+        try:
+            if text:
+                _READ[proposal["trait"].name](text)
+        except PlanError as error:
+            raise TraitError(str(error)) from None
+        return text
 
 
 def _fields(names: str) -> frozenset[str]:
     return pinned(names.split(","))
 
 
-def _accepted(text: str, parse: Any) -> str:
-    try:
-        if text:
-            parse(text)
-    except PlanError as error:
-        raise TraitError(str(error)) from None
-    return text
+_READ: dict[str, Callable[[str], Any]] = {
+    "capacity": parse_bytes, "budget": parse_bytes, "plan": Plan.parse, "keep": _fields,
+}  # fmt: skip

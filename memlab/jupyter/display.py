@@ -107,8 +107,8 @@ showing.text_of.register(PredictedPlans, lambda predicted_plans: predicted_plans
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
     """Let the shell show what the magics return; `undo` makes it forget."""
     for shown, picture in _PICTURES.items():
-        known = {
-            "text/plain": _printed,
+        known: dict[str, Callable[..., Any]] = {
+            "text/plain": lambda value, printer, _cycle: printer.text(showing.text_of(value)),
             "text/html": showing.html_of,
             "image/png": _where_wanted(picture, config),
         }
@@ -133,10 +133,6 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     FoundPlan: tables.found_sentence,
     Ablation: ablation.sentence,
 }
-
-
-def _printed(value: Any, printer: Any, _cycle: bool) -> None:
-    printer.text(showing.text_of(value))
 
 
 def _where_wanted(picture: Callable[[Any], bytes | None], config: MemLab) -> Callable[[Any], bytes | None]:

@@ -43,7 +43,8 @@ class FirstCall:
             # first what Dynamo takes for a constant: the number of a thread would break the graph of what is compiled
             if _is_transformed() or watcher._original is None or watcher._thread not in (None, threading.get_ident()):
                 return original(module, *args, **kwargs)
-            watcher._look_at(module)
+            if watcher._depth == 0 and watcher._counts(module) and watcher._found(module):
+                watcher.stop()
             watcher._depth += 1
             try:
                 return original(module, *args, **kwargs)
@@ -62,10 +63,6 @@ class FirstCall:
         if original is not None:
             nn.Module.__call__ = original  # type: ignore[method-assign]
         self._undo.close()
-
-    def _look_at(self, module: nn.Module) -> None:
-        if self._depth == 0 and self._counts(module) and self._found(module):
-            self.stop()
 
     def _counts(self, module: nn.Module) -> bool:
         return next(module.parameters(), None) is not None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from memlab.jupyter.cells import errors_behind
 from memlab.jupyter.notebook import Notebook
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.units import format_bytes
@@ -120,7 +121,10 @@ def calls_for_freeing(error: BaseException) -> bool:
         (True, False)
     """
     # whatever the handler of a shortage raised: what ran out of memory is pinned by it
-    return any(map(is_out_of_memory, _with_contexts(error))) or _interrupted_memfit(error)
+    if any(map(is_out_of_memory, errors_behind(error))):
+        return True
+    went_through = (_module_of(frame) for frame, _ in walk_tb(error.__traceback__))
+    return isinstance(error, _INTERRUPTIONS) and _CELL_MAGIC in went_through
 
 
 def holders_of_graphs(variables: Mapping[str, Any]) -> list[str]:
@@ -151,19 +155,6 @@ def sentence(freed: Freed, how: str, holders: list[str]) -> str:
         "for %debug with variables: %config MemLab.free = False, and run it again",
     ]
     return "; ".join(filter(None, parts))
-
-
-def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__context__
-
-
-def _interrupted_memfit(error: BaseException) -> bool:
-    went_through = (_module_of(frame) for frame, _ in walk_tb(error.__traceback__))
-    return isinstance(error, _INTERRUPTIONS) and _CELL_MAGIC in went_through
 
 
 def _was_caught_by_ipython(error: BaseException | None) -> bool:

@@ -45,8 +45,9 @@ class History:
     def add(self, title: str, measurements: list[Measurement], events: tuple[str, ...]) -> None:
         """Take in what a cell measured; a plan measured again replaces its old row, by the rules of `timed_anew`."""
         for measurement in measurements:
-            self._forget_if_of_other_batches(measurement)
             before = self.measured(measurement.plan)
+            if before is not None and _batch_of(before) != _batch_of(measurement):
+                self.predicted.pop(measurement.plan, None)  # it was for batches of another size
             row, said = timed_anew(before, measurement) if before is not None else (measurement, "")
             if said and self.comparison is not None and self.comparison.measurements[0] is before:
                 events = (*events, said)
@@ -67,12 +68,6 @@ class History:
             self.chosen.clear()
         self._optimizers = names or self._optimizers
 
-    def _forget_if_of_other_batches(self, measurement: Measurement) -> None:
-        """Drop what was predicted for a plan whose row is replaced by one of larger or smaller batches."""
-        before = self.measured(measurement.plan)
-        if before is not None and _batch_of(before) != _batch_of(measurement):
-            self.predicted.pop(measurement.plan, None)
-
     def say(self, *events: str) -> None:
         """Put lines below the receipt."""
         if self.comparison is not None:
@@ -89,16 +84,15 @@ class History:
         self.steps += [replace(step, step=self.step_count + step.step) for step in steps]
         self.step_count += count
 
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        return self.comparison.measurements if self.comparison is not None else ()
+
     def measured(self, plan: str) -> Measurement | None:
-        rows = self.comparison.measurements if self.comparison else ()
-        return next((row for row in rows if row.plan == plan), None)
+        return next((row for row in self.measurements if row.plan == plan), None)
 
     def record(self, moment: Moment | None = None) -> RunRecord:
-        """Return all of it as one value to save.
-
-        Args:
-            moment: what a panel shows of the run, so that it can be replayed in one.
-        """
+        """Return all of it as one value to save, with what a panel shows of the run, so that it can be replayed in one."""
         considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
         record = RunRecord(
             self.require(),

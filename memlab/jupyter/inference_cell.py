@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from IPython.core.error import UsageError
@@ -58,26 +57,21 @@ class InferenceCell:
             dict(self._notebook.shell.user_ns), source.python, one_model(options.models, "an inference cell")
         )
         self._notebook.background.require_other(model)
-        take = self._taker(options)
         if model is not None:
-            take(model)
+            self._take(model, options)
         else:
-            self._undo.enter_context(FirstCall(lambda called: take(_whole(called))))
+            self._undo.enter_context(FirstCall(lambda called: self._take(_whole(called), options)))
 
-    def _taker(self, options: CellOptions) -> Callable[[nn.Module], bool]:
-        flags = str(options.plan) if options.plan is not None else ""
+    def _take(self, model: nn.Module, options: CellOptions) -> bool:
+        left = inference_of(model)
+        if left is not None:  # a cell before had no room to give the weights back
+            left.undo()
         capacity_bytes = options.capacity_bytes or self._notebook.config.capacity_bytes
-
-        def take(model: nn.Module) -> bool:
-            left = inference_of(model)
-            if left is not None:  # a cell before had no room to give the weights back
-                left.undo()
-            device = device_for(next(model.parameters()).device, capacity_bytes)
-            self._undo.callback(device.close)
-            self._run_of_model = inference(model, flags, device=device, optimizers=optimizers_of(model))
-            return True
-
-        return take
+        device = device_for(next(model.parameters()).device, capacity_bytes)
+        self._undo.callback(device.close)
+        flags = str(options.plan) if options.plan is not None else ""
+        self._run_of_model = inference(model, flags, device=device, optimizers=optimizers_of(model))
+        return True
 
     # -- after it ------------------------------------------------------------------------------
 
@@ -122,14 +116,13 @@ class InferenceCell:
     def _advice(self, options: CellOptions) -> str:
         run = self._run_of_model
         record = run.record if run is not None and run.records else None
-        fits = _rows_that_fit(record, run.capacity_bytes) if run is not None and record is not None else ""
+        capacity_bytes = run.capacity_bytes if run is not None else None
+        advice = record.advise(capacity_bytes) if record is not None and capacity_bytes is not None else None
+        fits = (
+            f" (up to {advice.rows:,} fit into {format_bytes(advice.budget_bytes)})" if advice and advice.rows else ""
+        )
         rounded = "" if options.plan is not None else ", or %%memfit --inference --bf16, which halves weights and cache"
         return f"memfit: out of memory in a call that only runs forward. Try next: fewer rows at a time{fits}{rounded}"
-
-
-def _rows_that_fit(record: InferenceRecord, capacity_bytes: int | None) -> str:
-    advice = record.advise(capacity_bytes) if capacity_bytes is not None else None
-    return f" (up to {advice.rows:,} fit into {format_bytes(advice.budget_bytes)})" if advice and advice.rows else ""
 
 
 def _whole(called: nn.Module) -> nn.Module:

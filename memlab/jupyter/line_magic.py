@@ -103,9 +103,7 @@ class LineMagic:
             else:
                 show_picture(self._notebook.shell, predicted_plans, self._notebook.config)
                 return predicted_plans
-        return self._measured_instead(prediction.only_one("predict", workloads), why)
-
-    def _measured_instead(self, workload: Workload, why: str) -> Comparison:
+        workload = prediction.only_one("predict", workloads)
         print(f"memfit: {why}; so one step of the plan as written is measured")  # noqa: T201
         with self._device_of(workload) as device, self._notebook.saying() as say:
             return prediction.measured_instead(workload, device, say)
@@ -185,18 +183,16 @@ class LineMagic:
             with self._device_of(workloads[0]) as device:
                 compared = compare(workloads, plans, device=device, progress=lambda text: say(f"comparing, {text}"))
             is_known = len(workloads) == 1 or workloads[0].tape is not None
-            is_predicted = self._notebook.config.predict and is_known
-            return (
-                prediction.with_predictions(compared, prediction.one_or_all(workloads), say)
-                if is_predicted
-                else compared
-            )
+            if not (self._notebook.config.predict and is_known):
+                return compared
+            return prediction.with_predictions(compared, prediction.one_or_all(workloads), say)
 
     def _switch(self, words: list[str]) -> None:
+        if not words:
+            raise PlanError("%memfit switch needs the flags of a plan, as in %memfit switch --accumulate 4")
         plan, rest = Plan.parse_known(words)
-        if rest or not words:
-            # says what is wrong with the first word that is no flag of a plan
-            plan = Plan.parse(" ".join(words)) if words else _flags_missing()
+        if rest:
+            plan = Plan.parse(" ".join(words))  # says what is wrong with the first word that is no flag of a plan
         together = self._notebook.together()
         before, now = together[0].plan, not any(self._notebook.background.trains(s.workload.model) for s in together)
         switch_together(together, plan, now=now)
@@ -276,10 +272,6 @@ _NOT_WHILE_TRAINING = frozenset({"predict", "find", "ablation", "compare", "snap
 def _no_more(words: list[str], command: str) -> None:
     if words:
         raise PlanError(f"%memfit {command} {words[0]}: unknown; see %memfit help")
-
-
-def _flags_missing() -> Plan:
-    raise PlanError("%memfit switch needs the flags of a plan, as in %memfit switch --accumulate 4")
 
 
 def _capacity_in(words: list[str]) -> str:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from html import escape
 from time import monotonic
-from typing import Protocol
 from uuid import uuid4
 
 from memlab.jupyter.display import replace_shown, show
@@ -17,8 +16,8 @@ _LEAST_SECONDS_BETWEEN = 0.25
 _STYLE = "font-size:13px;font-variant-numeric:tabular-nums;padding:2px 0"
 
 
-class Line(Protocol):
-    """A place for one line of text."""
+class Line:
+    """A place for one line of text; this one shows nothing."""
 
     def write(self, text: str, html: str = "") -> None:
         """Replace what stands there; with HTML for pages that show it."""
@@ -27,7 +26,7 @@ class Line(Protocol):
         """Leave nothing; harmless when nothing was written."""
 
 
-class NotebookLine:
+class NotebookLine(Line):
     """A line in the output of a cell, replaced by its display id."""
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class NotebookLine:
             self.write("")
 
 
-class TerminalLine:
+class TerminalLine(Line):
     """The line of a terminal under the cursor; nothing where output goes to a file."""
 
     def __init__(self) -> None:
@@ -68,12 +67,12 @@ class TerminalLine:
 class Saying:
     """Says on a line what goes on: at once, and then four times a second at most."""
 
-    def __init__(self, line: Line | None) -> None:
+    def __init__(self, line: Line) -> None:
         self._line = line
         self._next_seconds = 0.0
 
     def __call__(self, text: str) -> None:
-        if self._line is not None and monotonic() >= self._next_seconds:
+        if monotonic() >= self._next_seconds:
             self._line.write(f"memfit · {text}")
             self._next_seconds = monotonic() + _LEAST_SECONDS_BETWEEN
 

@@ -7,6 +7,7 @@ as one line, and the cell counts as failed.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -85,17 +86,13 @@ class MagicMemfit:
         complete_lines(shell, self._undo)
         teach_receipts(shell, notebook.config, self._undo)
         free_after_cells(notebook, self._undo)
-        for event, callback in (("pre_run_cell", _resume_modes), ("post_run_cell", _pause_modes)):
+        hooks: dict[str, Callable[[Any], None]] = {
+            "pre_run_cell": lambda _info: resume(),
+            "post_run_cell": lambda _result: pause(),
+        }
+        for event, callback in hooks.items():
             shell.events.register(event, callback)
             self._undo.callback(shell.events.unregister, event, callback)
-
-
-def _resume_modes(_info: Any) -> None:
-    resume()
-
-
-def _pause_modes(_result: Any) -> None:
-    pause()
 
 
 def _alive(reference: weakref.ref[MagicMemfit]) -> MagicMemfit:

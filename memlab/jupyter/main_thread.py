@@ -29,7 +29,7 @@ from typing import Any
 
 from memlab.errors import SessionError
 from memlab.jupyter.comms import is_main_thread
-from memlab.live.stage import BESIDE_CELLS
+from memlab.live.stage import BESIDE_CELLS, Stage
 
 # IPython's shells and kernels are configured at run time, and come in several versions
 Shell = Any
@@ -37,8 +37,8 @@ Kernel = Any
 Work = Callable[[], None]
 
 
-class MainThread:
-    """Does work on the main thread of a shell, when no cell runs there. A `memlab.live.stage.Stage`."""
+class MainThread(Stage):
+    """Does work on the main thread of a shell, when no cell runs there."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -49,12 +49,9 @@ class MainThread:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def when_idle(self, work: Work) -> None:
-        """Do something on the main thread as soon as no cell runs there; returns at once. From any thread.
+        """Do something on the main thread as soon as no cell runs there; returns at once.
 
         An error is shown in the output of the cell that made this object.
-
-        Raises:
-            SessionError: there is no event loop to do it, and this is not the main thread.
         """
         if self._kernel is not None:
             # the context of whoever asks is not the one of the cell that shows the output
@@ -67,11 +64,6 @@ class MainThread:
             )
 
     def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> PlayedSteps:
-        """Advance an iterator, a step at a time, while no cell runs. From any thread.
-
-        Raises:
-            SessionError: a terminal has no event loop to advance it.
-        """
         if self._kernel is None:
             raise SessionError(BESIDE_CELLS)
         played = PlayedSteps(steps, ended, self, self._shell.events)

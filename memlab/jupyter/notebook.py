@@ -61,13 +61,16 @@ class Notebook:
         self._last_models = [weakref.ref(each.model) for each in workloads]
         self._last_name = " + ".join(each.name for each in workloads)
 
-    def line(self) -> Line:
+    def line(self, *, quiet: bool = False) -> Line:
+        """A line that says what goes on, unless that is not wanted."""
+        if quiet:
+            return Line()
         return NotebookLine() if is_rich(self.shell) else TerminalLine()
 
     @contextmanager
-    def saying(self) -> Iterator[Callable[[str], None]]:
+    def saying(self, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
         """A line that says what goes on, and is gone afterwards."""
-        line = self.line()
+        line = self.line(quiet=quiet)
         try:
             yield Saying(line)
         finally:

@@ -166,8 +166,7 @@ class Panels:
     def open(self, shell: Shell, source: Source) -> Panel | None:
         """Make a panel on a run, in place of the one of this cell.
 
-        Returns:
-            None where there are no widgets: a page shows a table and a picture that follow the run, a terminal text.
+        None where there are no widgets: a page shows a table and a picture that follow the run, a terminal text.
         """
         cell = cell_of(shell)
         self.close(cell)
@@ -228,7 +227,9 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
         SessionError: there is no notebook; `%memfit FLAGS` and `memlab.fit` do the same without a panel.
     """
-    shell = _shell()
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
     if not _has_page(shell):
         raise SessionError("a panel needs a notebook; in a script, use memlab.fit(workload, plan) and its switch(plan)")
     require_widgets()
@@ -271,17 +272,10 @@ def open_recorded(opened: Panels, shell: Shell, record: RunRecord) -> bool:
 
 def bring_up_to_date(control: Control, history: History) -> None:
     """Tell a control what cells have measured and predicted."""
-    rows = history.comparison.measurements if history.comparison is not None else ()
-    control.know(rows, (*history.plan_space, *history.predicted.values()))
+    control.know(history.measurements, (*history.plan_space, *history.predicted.values()))
     if history.batch is not None:
         control.model.batch, control.model.tape = history.batch, history.tape
 
 
 def _has_page(shell: Shell | None) -> bool:
     return is_rich(shell) if shell is not None else shows_widgets()
-
-
-def _shell() -> Shell | None:
-    from IPython.core.getipython import get_ipython
-
-    return get_ipython()

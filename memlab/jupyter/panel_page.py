@@ -28,10 +28,9 @@ from memlab.records.live_state import Activity, Moment
 from memlab.report.live_figure import Drawing, drawing
 from memlab.report.live_settings import predicted
 from memlab.report.pareto import Chart
-from memlab.report.segments import NEUTRAL_INK
+from memlab.report.segments import NEUTRAL_INK, rgb
 
 _NOTHING = Moment("", Activity.IDLE, 0, Plan(), None, ())
-_INK = ", ".join(str(int(NEUTRAL_INK[at : at + 2], 16)) for at in (1, 3, 5))
 
 
 def require_widgets() -> None:
@@ -126,7 +125,7 @@ def _widget_class() -> Any:
     class PanelWidget(anywidget.AnyWidget):
         # as a text: from a file, anywidget would connect every widget to it for good (its issue 929)
         _esm = "\n".join(map(_part, ("plotly/plotly.min.js.gz", "figure.mjs", "panel.mjs")))
-        _css = _part("panel.css").replace("NEUTRAL_INK", _INK)
+        _css = _part("panel.css").replace("NEUTRAL_INK", rgb(NEUTRAL_INK))
         fixed = traitlets.Dict().tag(sync=True)
         controls = traitlets.Dict().tag(sync=True)
         figure = traitlets.Dict().tag(sync=True, to_json=_packed)

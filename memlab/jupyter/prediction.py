@@ -92,17 +92,11 @@ def workloads_of(
         )
     if options.loss_fn and len(options.batch) != 2:
         raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
-    found[0] = _with_batch(command, live, batch, loss_fn, needs_batch=needs_batch)
-    found[0].tape = history_of(live.model).tape
-    return found
-
-
-def _with_batch(
-    command: str, live: Workload, batch: Any, loss_fn: Callable[..., Any] | None = None, *, needs_batch: bool
-) -> Workload:
     if needs_batch:
         _require_batch(command, batch)
-    return Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
+    workload = Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
+    workload.tape = history_of(live.model).tape
+    return [workload]
 
 
 def _require_batch(command: str, batch: Any) -> None:
@@ -177,7 +171,7 @@ def predicted_plans(
     predictions = _predicted(workloads, asked, options, history, say)
     if options.device is None and not asked:
         history.plan_space = tuple(predictions)
-    measured = history.comparison.measurements if history.comparison is not None and options.device is None else ()
+    measured = () if options.device is not None else history.measurements
     labels = {each.plan for each in predictions}
     return PredictedPlans(
         title=f"memfit · {_without_device(workloads)} · predicted for {predictions[0].device if predictions else options.device}",
@@ -197,7 +191,7 @@ def _predicted(
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
     if options.lossless and not asked:
         plans = list(considered(one_or_all(workloads), options.device, lossless=True))
-    known = history.comparison.measurements if history.comparison is not None and options.device is None else ()
+    known = () if options.device is not None else history.measurements
     with advised(_instead_of_predicting(options, asked)) if asked or options.device else nullcontext():
         predictions = predict_all(
             one_or_all(workloads),
@@ -245,12 +239,13 @@ def _without_device(workloads: Sequence[Workload]) -> str:
 
 
 def choice(
-    options: CellOptions, budget_bytes: int, fixed: Plan, history_of: Callable[[Workload], History], say: Say
+    options: CellOptions, history_of: Callable[[Workload], History], say: Say
 ) -> Callable[[Sequence[Workload]], Plan]:
-    """Return what chooses the plan of a cell, once its model and batch are known.
+    """Return what chooses the plan of a cell for its budget, once its model and batch are known.
 
     The same choice is not made twice: a model that goes on training on such batches under its chosen plan keeps it.
     """
+    fixed, budget_bytes = options.plan or Plan(), options.budget_bytes or 0
 
     def choose(workloads: Sequence[Workload]) -> Plan:
         from memlab.search import choose_plan
@@ -261,11 +256,10 @@ def choice(
         key = (budget_bytes, fixed, options.lossless, is_recorded, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
-            known = history.comparison.measurements if history.comparison is not None else ()
             with advised(_CHOOSE):
                 plan, predictions = choose_plan(
                     one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless,
-                    measured=calibration(known, workloads[0]), progress=say,
+                    measured=calibration(history.measurements, workloads[0]), progress=say,
                 )  # fmt: skip
             history.chosen[key] = plan
             if len(workloads) > 1:
@@ -310,13 +304,10 @@ def budget_line(history: History, plan: Plan, budget_bytes: int) -> str:
     if prediction is not None:
         words += f", predicted {format_bytes(prediction.needed_bytes)} ({verdict_words(prediction, budget_bytes)})"
     if measured is not None and measured.fits:
-        words += f", measured {_against(measured, budget_bytes)}"
+        over = measured.needed_bytes - budget_bytes
+        words += f", measured {format_bytes(measured.needed_bytes)}"
+        words += f", {format_bytes(over)} too much" if over > 0 else ""
     return words
-
-
-def _against(measured: Measurement, budget_bytes: int) -> str:
-    over = measured.needed_bytes - budget_bytes
-    return format_bytes(measured.needed_bytes) + (f", {format_bytes(over)} too much" if over > 0 else "")
 
 
 # -- the column "predicted" of a receipt -----------------------------------------------------------
@@ -328,8 +319,8 @@ def predict_rows(history: History, workloads: Sequence[Workload], plans: Iterabl
         return
     measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
     missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workloads[0])]
-    known = history.comparison.measurements if history.comparison is not None else ()
-    predictions, problem = _cheaply(one_or_all(workloads), missing, say, calibration(known, workloads[0]))
+    calibrating = calibration(history.measurements, workloads[0])
+    predictions, problem = _cheaply(one_or_all(workloads), missing, say, calibrating)
     history.keep_predictions(predictions)
     if problem:
         history.is_predicting = False
@@ -376,10 +367,8 @@ def _cheaply(
         for plan in plans:
             seconds = monotonic() - start
             if seconds > PATIENCE_SECONDS:
-                return (
-                    predictions,
-                    f"receipts show no more predictions, which took {seconds:.0f} s; use %memfit predict",
-                )
+                said = f"receipts show no more predictions, which took {seconds:.0f} s; use %memfit predict"
+                return predictions, said
             if seconds > _SAID_AFTER_SECONDS:
                 say(f"predicting {plan.label}")
             predictions.append(predict(workload, plan, measured=measured))

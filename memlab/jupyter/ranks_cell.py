@@ -10,7 +10,6 @@ from IPython.core.error import UsageError
 from memlab.errors import ScaleError, WorkloadError
 from memlab.jupyter import cells, prediction
 from memlab.jupyter.display import show
-from memlab.jupyter.live import Saying
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
 from memlab.plan import Plan
@@ -60,27 +59,26 @@ class RanksCell:
         return found
 
     def _launch(self, options: CellOptions, scale: Scale, workload: Workload, code: CellCode) -> Launched:
-        line = None if options.quiet or self._notebook.config.quiet else self._notebook.line()
-        saying = Saying(line)
-        saying(f"starting {options.nproc} processes under {scale}")
-        capacity_bytes = options.capacity_bytes or self._notebook.config.capacity_bytes
-        try:
-            return launch(
-                code, workload, scale, nproc=options.nproc, capacity_bytes=capacity_bytes, say=_print, progress=saying
-            )
-        except ScaleError as error:
-            for note in getattr(error, "__notes__", ()):
-                print(note)  # noqa: T201 - where it failed
-            raise UsageError(str(error)) from None
-        finally:
-            if line is not None:
-                line.clear()
+        config = self._notebook.config
+        with self._notebook.saying(quiet=options.quiet or config.quiet) as saying:
+            saying(f"starting {options.nproc} processes under {scale}")
+            try:
+                return launch(
+                    code, workload, scale, nproc=options.nproc, say=_print, progress=saying,
+                    capacity_bytes=options.capacity_bytes or config.capacity_bytes,
+                )  # fmt: skip
+            except ScaleError as error:
+                for note in getattr(error, "__notes__", ()):
+                    print(note)  # noqa: T201 - where it failed
+                raise UsageError(str(error)) from None
 
     def _take(self, brought: Brought) -> None:
         """Make the cell's variables what they would be had it run here."""
         variables = self._notebook.shell.user_ns
-        for name, value in brought.contained.items():
-            _refill(variables[name], value)
+        for name, now in brought.contained.items():
+            kept = variables[name]  # the same object, whoever else holds it
+            kept.clear()
+            kept.extend(now) if isinstance(kept, list) else kept.update(now)
         variables.update(brought.assigned)
         for name, reason in brought.left.items():
             print(f"memfit: {name} stays on the ranks: {reason}")  # noqa: T201 - it is missing here
@@ -117,12 +115,6 @@ def _steps(value: Any, workload: Workload) -> bool:
     """Return whether a variable is a scheduler of the workload's optimizer."""
     has_its_shape = hasattr(value, "get_last_lr") and hasattr(value, "state_dict")
     return has_its_shape and any(getattr(value, "optimizer", None) is one for one in workload.optimizers)
-
-
-def _refill(kept: Any, now: Any) -> None:
-    """Give a container the content it has there; it stays the same object, whoever else holds it."""
-    kept.clear()
-    kept.extend(now) if isinstance(kept, list) else kept.update(now)
 
 
 def _print(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable
-from operator import itemgetter
 from uuid import uuid4
 
 from memlab.errors import PlanError
@@ -17,7 +16,7 @@ from memlab.records import Measurement
 from memlab.records.comparison import Comparison
 from memlab.records.live_state import Activity, Moment
 from memlab.report import html, image, tables, text
-from memlab.report.table import Column, ColumnKind, Table, row
+from memlab.report.table import Table
 
 _MOST_EVENTS = 6
 
@@ -26,11 +25,9 @@ class SavedView:
     """A display below a panel, which a page hides as long as the panel is alive there; by itself where there are no widgets.
 
     It is brought up to date where no cell trains: a notebook that is saved then has what was measured last.
-
-    Args:
-        source: a run to follow by itself, from now on and until it is closed.
     """
 
+    # with a run to follow by itself, from now on and until it is closed
     def __init__(self, source: Source | None = None) -> None:
         self.name = uuid4().hex  # by which a panel hides it
         self._display = ""
@@ -98,17 +95,10 @@ def _settings(moment: Moment) -> Table:
         instead = spec.offer if is_off else spec.choices[0]
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
         gives = "not predicted" if effect is None else effect.text if is_off else f"no more {effect.text}"
-        rows.append((spec.title, toggle.value, instead, gives, _magic_for(moment.plan, spec.name, instead)))
-    columns = tuple(
-        Column(title, itemgetter(place), ColumnKind.WORDS)
-        for place, title in enumerate(("setting", "now", "instead", "gives", "by"))
-    )
-    return Table(moment.title, columns, tuple(row(columns, each) for each in rows), (moment.status,))
-
-
-def _magic_for(plan: Plan, field: str, text: str) -> str:
-    try:
-        flags = str(plan.with_setting(field, text))
-    except PlanError:
-        return "excludes another setting"
-    return f"%memfit {flags or 'undo'}"
+        try:
+            magic = f"%memfit {str(moment.plan.with_setting(spec.name, instead)) or 'undo'}"
+        except PlanError:
+            magic = "excludes another setting"
+        rows.append((spec.title, toggle.value, instead, gives, magic))
+    heads = ("setting", "now", "instead", "gives", "by")
+    return tables.of_texts(moment.title, heads, rows, words=heads, foot=(moment.status,))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.jupyter.cells import entries
 from memlab.jupyter.history import History
 from memlab.plan import Plan
 from memlab.rescue.fallback import Place, next_plans
@@ -39,19 +40,15 @@ def state_text(session: Session, history: History, namespace: Mapping[str, Any],
     lines += [f"{name:<16}{value}" for name, value in rows.items() if value]
     lines += [f"{'note':<16}{note}" for note in session.notes]
     lines += [f"{'log':<16}{entry}" for entry in session.log[-_MOST_LOG_ENTRIES:]]
-    if not is_in(namespace, workload.model):
+    if not any(_holds(value, workload.model) for name, value in namespace.items() if not name.startswith("_")):
         lines.append(
             f"{workload.name} is in no variable of this notebook any more: %memfit undo removes the plan and releases the model"
         )
     return "\n".join(lines)
 
 
-def is_in(namespace: Mapping[str, Any], model: nn.Module) -> bool:
-    """Return whether a variable holds a model, itself or as part of what it holds (a Trainer, a wrapper)."""
-    return any(_holds(value, model) for name, value in namespace.items() if not name.startswith("_"))
-
-
 def _holds(value: Any, model: nn.Module) -> bool:
+    """Return whether a variable's value is a model, or holds it as a part (a Trainer, a wrapper)."""
     if isinstance(value, nn.Module):
         return unwrap_model(value) is model or any(part is model for part in value.modules())
     return getattr(value, "__dict__", {}).get("model") is model
@@ -106,15 +103,10 @@ def own_frames(shell: Any, error: BaseException) -> list[str]:
 
     `%tb` shows the whole of it.
     """
-    frames: list[TracebackType] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        if not _is_of_library(traceback.tb_frame.f_code.co_filename):
-            frames.append(traceback)
-        traceback = traceback.tb_next
     own: TracebackType | None = None
-    for each in reversed(frames):
-        own = TracebackType(own, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    for each in reversed([*entries(error.__traceback__)]):
+        if not _is_of_library(each.tb_frame.f_code.co_filename):
+            own = TracebackType(own, each.tb_frame, each.tb_lasti, each.tb_lineno)
     if own is None:
         return []
     try:

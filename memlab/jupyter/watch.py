@@ -156,11 +156,7 @@ class CellWatch:
             self._look()
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
-        """Apply the plan to a workload and begin to observe.
-
-        Raises:
-            RefusalError: a technique does not apply; everything is as it was.
-        """
+        """Apply the plan to a workload and begin to observe; where a technique refuses, everything is as it was."""
         _tell_apart(workload, [each.workload for each in self.sessions], self._name_of)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
@@ -188,7 +184,9 @@ class CellWatch:
                     self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
             else:
                 self._observe_beside(session, self._meter)
-            self._keep_alive(session, self._device)
+            if self._rescue is not None and session.rescuer is None:  # unless whoever made the session has seen to it
+                session.accept(self._rescue(session.workload, self._device.capacity_bytes))
+                self._undo.callback(session.dismiss)
             # callbacks run in reverse: whoever is told of steps hears first how many have passed
             self._undo.callback(session.wake)
         if self.failure:
@@ -351,12 +349,6 @@ class CellWatch:
         session.observers.add(observer)
         self._undo.callback(session.observers.remove, observer)
 
-    def _keep_alive(self, session: Session, device: Device) -> None:
-        """Have the loop rescued while the cell runs, unless whoever made the session has seen to it."""
-        if self._rescue is not None and session.rescuer is None:
-            session.accept(self._rescue(session.workload, device.capacity_bytes))
-            self._undo.callback(session.dismiss)
-
     def _let_steer(self, session: Session) -> None:
         """Have panels follow the cell, and whoever uses them steer it."""
         if self._control_of is None or self._meter is None:
@@ -377,14 +369,10 @@ class CellWatch:
             self.sessions[0].rest(steps)
 
     def keep(self, history_of: Callable[[nn.Module], History], error: BaseException | None = None) -> int:
-        """Put what was measured into a history, once the cell is over.
+        """Put what was measured into a history, once the cell is over; return how many steps ended in it.
 
-        Args:
-            history_of: that of a model; the first one's gets what was measured, each one's its own batch.
-            error: what ended the cell, if anything; a plan that ran out of memory gets a row that says so.
-
-        Returns:
-            How many steps ended in the cell.
+        The history of the first model gets what was measured, each one's its own batch. Where an error for want of memory has
+        ended the cell, its plan gets a row that says so.
         """
         session, meter = self.session, self._meter
         if session is None or meter is None:
@@ -450,7 +438,8 @@ def _session_for(workload: Workload, plan: Plan | None) -> Session:
     session = session_of(workload.model)
     if session is None:
         return fit(workload.held_weakly(), plan or Plan())
-    if _made_anew(workload, session):
+    known = {id(optimizer) for optimizer in session.workload.optimizers}
+    if known and any(id(optimizer) not in known for optimizer in workload.optimizers):
         # the old optimizer, and the moments it keeps, must not live on in the session
         kept = session.plan
         session.undo()
@@ -458,11 +447,6 @@ def _session_for(workload: Workload, plan: Plan | None) -> Session:
     if plan is not None:
         session.switch(plan, now=True)
     return session
-
-
-def _made_anew(workload: Workload, session: Session) -> bool:
-    known = {id(optimizer) for optimizer in session.workload.optimizers}
-    return bool(known) and any(id(optimizer) not in known for optimizer in workload.optimizers)
 
 
 def _measurements(

@@ -28,7 +28,7 @@ from memlab.live.live_model import LiveModel, measured_steps
 from memlab.live.live_predictions import LivePredictions, calibration
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
-from memlab.live.stage import AtOnce, Hold, Playing, Stage
+from memlab.live.stage import Hold, Playing, Stage
 from memlab.live.views import Drawn, Pace, Views
 from memlab.measuring.beside import meter_of
 from memlab.measuring.device import device_for
@@ -78,7 +78,7 @@ class Control(Observer):
     def __init__(self, model: nn.Module, stage: Stage | None = None) -> None:
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
         self.feed = Feed(self._events.append)  # what was measured
-        self.stage: Stage = stage or AtOnce()  # as given; a panel that is opened later may bring its own
+        self.stage = stage or Stage()  # as given; a panel that is opened later may bring its own
         self.world = ""  # how clicks reach the run, in words, where that is not for the panel to find out
         self.model = LiveModel(model, self._model_gone)  # with what is known of training it
         self.capacity_bytes: int | None = None
@@ -125,13 +125,7 @@ class Control(Observer):
             self._title = f"memfit · {session.workload.describe()}"
 
     def begin(self, workload: Workload, capacity_bytes: int | None = None, budget_bytes: int | None = None) -> None:
-        """Take a workload under control: a session that only watches, unless it has one.
-
-        Args:
-            workload: with a batch and a `loss_fn`, where they are known.
-            capacity_bytes: size the device is to behave as.
-            budget_bytes: where the budget line stands at first; None leaves it.
-        """
+        """Take a workload under control, with its batch where that is known: a session that only watches, unless it has one."""
         self.follow(session_of(workload.model) or fit(workload.held_weakly()))
         self.model.loss_fn = workload.loss_fn or self.model.loss_fn
         self.model.batch = workload.batch if workload.batch is not None else self.model.batch
@@ -171,7 +165,7 @@ class Control(Observer):
 
     def stepped(self) -> None:
         """A step has ended; on the training thread, after the meter has been told."""
-        if not self._views.any_due:
+        if not self._views.due():
             return  # the meter keeps the steps until somebody looks
         with self._lock:
             self.feed.take_in()
@@ -239,7 +233,6 @@ class Control(Observer):
         self.draw()
 
     def plan_changed(self, plan: Plan) -> None:
-        """Tell which settings have come into force."""
         with self._lock:
             session, before = self.session, self._pending_changes.plan
             step = (session.steps if session is not None else self.feed.step) + 1
@@ -258,7 +251,6 @@ class Control(Observer):
         self.draw(figures=False)
 
     def plan_refused(self, plan: Plan, refusal: MemlabError) -> None:
-        """Tell which settings were refused, and why."""
         self._refuse(plan, str(refusal))
 
     # -- what views see ------------------------------------------------------------------------

@@ -55,7 +55,6 @@ class LiveModel:
         self.name = session.workload.name
 
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember an optimizer, for the session after this one."""
         self._optimizers.append(weakref.ref(optimizer))
 
     def attached(self) -> Session:
@@ -122,13 +121,8 @@ def measured_steps(
 def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[float]:
     """Train a workload on its batch, one step per `next`, until this is closed.
 
-    Plans may be switched between steps; the one in force in the end stays.
-
-    Args:
-        workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
-        session: of its model.
-        keep: keep what the steps train; by default weights, moments, gradients, scheduler, modes and random state are
-            put back bit for bit when this is closed, however it ends.
+    Plans may be switched between steps; the one in force in the end stays. What the steps train is kept with `keep`; else
+    weights, moments, gradients, scheduler, modes and random state are put back bit for bit, however this ends.
     """
     require_complete(workload)
     start = session.plan

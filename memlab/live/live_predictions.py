@@ -50,18 +50,10 @@ class LivePredictions:
     def plan_by_plan(
         self, workload: Workload, plan: Plan, measured: Measurement | None = None, *, every: bool = False
     ) -> Iterator[str]:
-        """Predict what each setting would change beside a plan, and beside the loop as written.
+        """Predict what each setting would change beside the plan in force, and beside the loop as written; with `every`, also the others.
 
-        Args:
-            workload: with its batch; another batch than before makes earlier predictions worthless.
-            plan: in force.
-            measured: a measurement on such a batch, by which times are calibrated; the first one there is makes
-                predictions without it worthless.
-            every: every plan worth considering as well.
-
-        Raises:
-            TraceError: what the model computes depends on values.
-            WorkloadError: no batch or no optimizer.
+        Another batch than before makes earlier predictions worthless, and so does the first measurement on such a batch,
+        by which times are calibrated.
         """
         self.is_complete = False
         self._begin(workload, is_calibrated=measured is not None)
@@ -170,7 +162,7 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
         there, without = (base.with_setting(spec.name, each) for each in (text, spec.choices[0]))
     except PlanError as error:
         return PredictedEffect(base, refused=str(error))
-    predicted = _known(moment, there)
+    predicted = next((each for each in moment.predictions if each.plan == there.label), None)
     if predicted is not None and predicted.refused:
         return PredictedEffect(there, refused=predicted.refused)
     before = prediction_of(without.label, moment.predictions)
@@ -183,8 +175,3 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
         speed_ratio=predicted.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
         verdict=predicted.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
     )
-
-
-def _known(moment: Moment, plan: Plan) -> Prediction | None:
-    label = plan.label
-    return next((each for each in moment.predictions if each.plan == label), None)

@@ -68,14 +68,9 @@ class PendingChanges:
             self.target = None
 
     def came_to_nothing(self, plan: Plan, reason: str) -> Plan | None:
-        """A plan that was asked for does not apply.
+        """A plan that was asked for does not apply; return what is still asked for, and what has been since, None for nothing.
 
-        Args:
-            plan: with one setting or several that are not in force.
-            reason: why; where it begins with the name of a setting (`RefusalError`), that one alone is refused.
-
-        Returns:
-            What is still asked for, and what has been since; None for nothing.
+        Where the reason begins with the name of a setting (`RefusalError`), that one alone is refused.
         """
         changed = {spec.name: _value(plan, spec) for spec in FIELDS if _value(plan, spec) != _value(self.plan, spec)}
         named = reason.partition(":")[0]

@@ -59,9 +59,12 @@ class Replay:
         self._points = _points_of(record)
         self._stretches = _stretches_of(self._points)
         self._changes = record.changes or tuple(
-            Change(self._points[each.start].step, each.plan) for each in self._stretches
+            Change(self._points[stretch.start].step, stretch.plan) for stretch in self._stretches
         )
-        self._predictions = _first_of_each_plan((*record.comparison.predictions, *record.predictions))
+        predictions: dict[str, Prediction] = {}
+        for each in (*record.comparison.predictions, *record.predictions):
+            predictions.setdefault(each.plan, each)
+        self._predictions = tuple(predictions.values())
         self._times = _times_of(self._points)
         self._shown = len(self._points)
         self._chosen = ""  # a plan that was measured apart from the steps
@@ -122,11 +125,7 @@ class Replay:
     # -- time ----------------------------------------------------------------------------------
 
     def tick(self) -> bool:
-        """Let as much time pass as has passed since the last tick, and draw what has changed.
-
-        Returns:
-            Whether it goes on: a view needs no timer otherwise.
-        """
+        """Let as much time pass as has since the last tick, draw what has changed, and return whether it goes on."""
         now = self._clock()
         before, self._last_tick = self._last_tick, now
         return self.advance(now - before if before is not None else 0.0)
@@ -229,7 +228,9 @@ class Replay:
     # -- going somewhere -----------------------------------------------------------------------
 
     def _go_to(self, plan: Plan) -> bool:
-        found = self._stretch_of(plan)
+        known = [each for each in self._stretches if _is(each.plan, plan)]
+        # the next time from here, else the first time
+        found = next((each for each in known if each.start >= self._shown), next(iter(known), None))
         if found is not None and self._activity is Activity.REPLAYING:
             self._go_on_from(found.start)
         elif found is not None:
@@ -240,12 +241,6 @@ class Replay:
         else:
             return False
         return True
-
-    def _stretch_of(self, plan: Plan) -> _Stretch | None:
-        """Return where a plan was in force: the next time from here, else the first time."""
-        found = [each for each in self._stretches if _is(each.plan, plan)]
-        later = [each for each in found if each.start >= self._shown]
-        return next(iter(later or found), None)
 
     def _go_on_from(self, start: int) -> None:
         self._chosen = ""
@@ -317,8 +312,14 @@ class Replay:
             self._views.say(reason)
 
     def _not_recorded(self, plan: Plan) -> str:
-        predicted = next((each for each in self._predictions if _is(each.plan, plan)), None)
-        return f"not in this recording{_predicted(predicted)}"
+        known = next((each for each in self._predictions if _is(each.plan, plan)), None)
+        if known is None:
+            return "not in this recording, and not predicted in it"
+        if known.refused:
+            return f"not in this recording; predicted not to apply: {known.refused}"
+        speed = known.samples_per_second
+        said = f" and {rate(speed)} samples/s" if math.isfinite(speed) else ""
+        return f"not in this recording; predicted {format_bytes(known.needed_bytes)}{said}"
 
     # -- words ---------------------------------------------------------------------------------
 
@@ -424,23 +425,6 @@ def _origin(record: RunRecord) -> str:
     made = f", made {record.recorded_at}" if record.recorded_at else ""
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     return f"a recording from {device}{made}{f' with {versions}' if versions else ''}: nothing is trained here"
-
-
-def _first_of_each_plan(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
-    found: dict[str, Prediction] = {}
-    for each in predictions:
-        found.setdefault(each.plan, each)
-    return tuple(found.values())
-
-
-def _predicted(prediction: Prediction | None) -> str:
-    if prediction is None:
-        return ", and not predicted in it"
-    if prediction.refused:
-        return f"; predicted not to apply: {prediction.refused}"
-    speed = prediction.samples_per_second
-    known = f" and {rate(speed)} samples/s" if math.isfinite(speed) else ""
-    return f"; predicted {format_bytes(prediction.needed_bytes)}{known}"
 
 
 def _step_in(event: str) -> int:

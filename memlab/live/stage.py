@@ -29,29 +29,23 @@ class Playing(Protocol):
         """Close the iterator after the step under way, so that it puts back what it changed."""
 
 
-class Stage(Protocol):
-    """Runner of tasks one after another, never while a cell runs. Every method may be called from any thread."""
+class Stage:
+    """Runner of tasks one after another, never while a cell runs. Every method may be called from any thread.
+
+    This one has no notebook: everything is done there and then, in the calling thread.
+    """
 
     @property
     def can_play(self) -> bool:
         """Return whether there is an event loop that advances iterators."""
+        return False
 
     def when_idle(self, work: Callable[[], None]) -> None:
         """Do something as soon as no cell runs."""
+        work()
 
     def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Playing:
         """Advance an iterator, a step at a time, while no cell runs; it is closed before the next cell does."""
-
-
-class AtOnce:
-    """A stage without a notebook: everything is done there and then, in the calling thread."""
-
-    can_play = False
-
-    def when_idle(self, work: Callable[[], None]) -> None:
-        work()
-
-    def play(self, _steps: Iterator[Any], _ended: Callable[[BaseException | None], None]) -> Playing:
         raise SessionError(BESIDE_CELLS)
 
 

@@ -26,14 +26,6 @@ class _View:
     drawn: Callable[[], Drawn | None]
     from_seconds: float
 
-    @property
-    def is_open(self) -> bool:
-        return self.drawn() is not None
-
-    @property
-    def is_due(self) -> bool:
-        return monotonic() >= self.from_seconds
-
 
 class Views:
     """Views of one run. Methods are held weakly: a view that is dropped is drawn no more."""
@@ -52,17 +44,16 @@ class Views:
 
     @property
     def any_open(self) -> bool:
-        return any(view.is_open for view in self._views)
+        return any(view.drawn() is not None for view in self._views)
 
-    @property
-    def any_due(self) -> bool:
-        """Return whether there is a view that is drawn by now."""
-        return any(view.is_due and view.is_open for view in self._views)
+    def due(self) -> list[Drawn]:
+        """Return what draws the views that are drawn by now."""
+        now = monotonic()
+        return [drawn for view in self._views if now >= view.from_seconds and (drawn := view.drawn()) is not None]
 
     def draw(self, moment: Callable[[], Moment], *, figures: bool) -> None:
-        """Draw every view that is drawn by now."""
-        self._views = [view for view in self._views if view.is_open]
-        due = [drawn for view in self._views if view.is_due and (drawn := view.drawn()) is not None]
+        self._views = [view for view in self._views if view.drawn() is not None]
+        due = self.due()
         if not due:
             return
         self.frame += figures
@@ -90,11 +81,7 @@ class Pace:
     minutes.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = monotonic,
-        share: float = _DRAWING_SHARE,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic, share: float = _DRAWING_SHARE) -> None:
         self._clock = clock  # tells the time, in seconds
         self._share = share  # of the time that drawing may take
         self._due_seconds = clock()

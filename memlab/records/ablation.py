@@ -95,12 +95,15 @@ class Ablation(Shown):
     @property
     def plan(self) -> str:
         """Label of the final plan, with every technique that was kept."""
-        return self._kept[-1].plan
+        return self.last.plan
 
     @property
     def fitting(self) -> AblationRow | None:
         """The first row that fits the budget; None without one."""
-        return next((row for row in self.rows if self._fits(row)), None)
+        budget_bytes = self.budget_bytes
+        if budget_bytes is None:
+            return None
+        return next((row for row in self.rows if row.ran is not None and row.ran.needed_bytes <= budget_bytes), None)
 
     @property
     def first(self) -> AblationRow:
@@ -109,8 +112,8 @@ class Ablation(Shown):
 
     @property
     def last(self) -> AblationRow:
-        """The last row that was kept."""
-        return self._kept[-1]
+        """The last row that was kept; the first one stands in any case."""
+        return next((row for row in reversed(self.rows[1:]) if row.kept), self.rows[0])
 
     @property
     def counts_tokens(self) -> bool:
@@ -134,13 +137,6 @@ class Ablation(Shown):
         """Tokens per second, or samples per second where the inputs are no token ids."""
         return profile.tokens_per_second if self.counts_tokens else profile.samples_per_second
 
-    @property
-    def _kept(self) -> list[AblationRow]:
-        return [self.rows[0], *(row for row in self.rows[1:] if row.kept)]
-
-    def _fits(self, row: AblationRow) -> bool:
-        return self.budget_bytes is not None and row.ran is not None and row.ran.needed_bytes <= self.budget_bytes
-
     def _step(self, row: AblationRow, before: AblationRow | None, notes: tuple[str, ...]) -> Step:
         first = self.first
         # where the first rows ran out of memory, the first one that ran has nothing before it either
@@ -154,16 +150,11 @@ class Ablation(Shown):
             row,
             _memory_ratio(row, before),
             _memory_ratio(row, against),
-            self._speed_ratio(row, before),
-            self._speed_ratio(row, against),
+            _speed_ratio(row, before),
+            _speed_ratio(row, against),
             is_first_to_fit,
             verdict,
         )
-
-    def _speed_ratio(self, row: AblationRow, other: AblationRow | None) -> float:
-        if other is None or row.ran is None or other.ran is None:
-            return math.nan
-        return speed_ratio(row.ran, other.ran)
 
 
 def helps(before: AblationRow, after: AblationRow) -> bool:
@@ -222,6 +213,12 @@ def _memory_ratio(row: AblationRow, other: AblationRow | None) -> float:
     if other is None or row.ran is None or other.ran is None:
         return math.nan
     return ratio(row.ran.peak_allocated_bytes, other.ran.peak_allocated_bytes)
+
+
+def _speed_ratio(row: AblationRow, other: AblationRow | None) -> float:
+    if other is None or row.ran is None or other.ran is None:
+        return math.nan
+    return speed_ratio(row.ran, other.ran)
 
 
 def _needs_less(before: Measurement, after: Measurement) -> bool:

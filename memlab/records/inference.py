@@ -163,7 +163,7 @@ class InferenceRecord:
             plan=self.label,
             device=self.device,
             peak_allocated_bytes=self.peak_allocated_bytes,
-            peak_reserved_bytes=max(reserved, default=None) if reserved else None,
+            peak_reserved_bytes=max(reserved, default=None),
             host_bytes=self.host_bytes,
             breakdown=dict(self.breakdown or {}),
             timeline=self.timeline,
@@ -182,14 +182,18 @@ class InferenceRecord:
         Returns:
             None when no call was observed, or nothing of what it needs grows with its rows.
         """
-        known = [call for call in self.calls if call.peak_allocated_bytes is not None and call.rows]
+        known = [
+            (call.peak_allocated_bytes, call)
+            for call in self.calls
+            if call.peak_allocated_bytes is not None and call.rows
+        ]
         if not known:
             return None
-        highest = max(known, key=_peak_of)
+        _, highest = max(known, key=lambda each: each[0])
         peaks: dict[int, int] = {}
-        for call in known:
+        for peak_bytes, call in known:
             if call.shape == highest.shape:
-                peaks[call.rows] = max(peaks.get(call.rows, 0), _peak_of(call))
+                peaks[call.rows] = max(peaks.get(call.rows, 0), peak_bytes)
         return advice_from(peaks, highest.fixed_bytes or 0, budget_bytes)
 
     @property
@@ -222,7 +226,3 @@ def advice_from(peaks: Mapping[int, int], fixed_bytes: int, budget_bytes: int) -
         return None
     rows = max(0, (budget_bytes - fixed_bytes) // row_bytes)
     return BatchAdvice(rows, budget_bytes, fixed_bytes, row_bytes, tuple(sorted({least, most})))
-
-
-def _peak_of(call: CallRecord) -> int:
-    return call.peak_allocated_bytes or 0

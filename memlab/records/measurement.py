@@ -303,7 +303,7 @@ def measurement_of_steps(
         plan=plan.label,
         device=device,
         peak_allocated_bytes=max(peaks, default=0),
-        peak_reserved_bytes=max(reserved, default=None) if reserved else None,
+        peak_reserved_bytes=max(reserved, default=None),
         host_bytes=host_bytes,
         driver_bytes=driver_bytes,
         breakdown=breakdown,

@@ -193,7 +193,11 @@ def _read(expected: Any, value: Any, where: str) -> Any:
         return _record(expected, value, where)
     if issubclass(expected, Enum):
         return _choice(expected, value, where)
-    return _READERS[expected](value, where)
+    if expected in (int, float):
+        return _number(expected, value, where)
+    if not isinstance(value, expected):
+        raise _wrong(where, {str: "text", bool: "true or false"}[expected], value)
+    return value
 
 
 def _record(expected: Any, value: Any, where: str) -> Any:
@@ -237,35 +241,19 @@ def _choice(expected: type[Enum], value: Any, where: str) -> Enum:
         raise _wrong(where, "one of " + ", ".join(str(each) for each in expected), value) from None
 
 
-def _int(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-        raise _wrong(where, "a whole number", value)
-    if abs(value) > _LARGEST:
-        raise _wrong(where, "a whole number of at most 64 bits", value)
-    return int(value)
-
-
-def _float(value: Any, where: str) -> float:
-    if isinstance(value, str) and value in _NO_NUMBERS:
+def _number(expected: type[int | float], value: Any, where: str) -> float:
+    if expected is float and isinstance(value, str) and value in _NO_NUMBERS:
         return _NO_NUMBERS[value]
-    if isinstance(value, bool) or not isinstance(value, int | float) or _LARGEST < abs(value) < math.inf:
-        raise _wrong(where, "a number", value)
-    return float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if expected is float:
+        if not is_number or _LARGEST < abs(value) < math.inf:
+            raise _wrong(where, "a number", value)
+    elif not is_number or value != value // 1:
+        raise _wrong(where, "a whole number", value)
+    elif abs(value) > _LARGEST:
+        raise _wrong(where, "a whole number of at most 64 bits", value)
+    return expected(value)
 
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(where, "text", value)
-    return value
-
-
-def _bool(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(where, "true or false", value)
-    return value
-
-
-_READERS: dict[Any, Any] = {int: _int, float: _float, str: _text, bool: _bool}
 
 # -- errors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from memlab.records import Measurement
+from memlab.records import Measurement, Prediction
 from memlab.records.ablation import Ablation, Step
 from memlab.report.segments import segments
 from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
@@ -29,7 +29,7 @@ def unit(ablation: Ablation) -> str:
 
 
 def table(ablation: Ablation) -> Table:
-    """Reduce an ablation to the table that people read: memory that descends like stairs, and the throughput beside it."""
+    """Reduce an ablation to a table: memory that descends like stairs, and the throughput beside it."""
     columns = _columns(ablation)
     rows = tuple(
         row(columns, step, below=step.row.what, fits=step.is_first_to_fit, is_left_out=not step.row.kept)
@@ -44,17 +44,18 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
     has_times = any(_has_time(step) for step in ablation.steps)
     return wanted(
         Column[Step]("technique", technique, ColumnKind.PLAN),
-        Column(PEAK, _peak, bar=_memory_bar, group="memory"),
-        Column("predicted", _predicted_bytes, group="memory", is_wanted=any(each.prediction for each in ablation.rows)),
+        Column(PEAK, _of_measured(peak, "refused"), bar=_memory_bar, group="memory"),
+        Column("predicted", _of_predicted(lambda p: format_bytes(p.peak_allocated_bytes)), group="memory",
+               is_wanted=any(each.prediction for each in ablation.rows)),
         Column("vs before", lambda step: change(step.memory_before), group="memory"),
         Column("vs first", lambda step: change(step.memory_first), group="memory"),
         Column("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes)), group="memory",
                is_wanted=reserved),
         Column("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory",
                is_wanted=any(each.host_bytes for each in measured)),
-        Column(unit(ablation), lambda step: _speed(ablation, step), group="throughput",
+        Column(unit(ablation), _of_measured(lambda m: speed(m, ablation.speed(m))), group="throughput",
                bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, BarLook.SPEED)),
-        Column("predicted", lambda step: _predicted_speed(ablation, step), group="throughput", is_wanted=has_times),
+        Column("predicted", _of_predicted(lambda p: rate(ablation.speed(p))), group="throughput", is_wanted=has_times),
         Column("vs before", lambda step: change(step.speed_before), group="throughput"),
         Column("vs first", lambda step: change(step.speed_first), group="throughput"),
         Column("verdict", lambda step: step.verdict, ColumnKind.NOTE),
@@ -110,30 +111,14 @@ def _batch_words(measurement: Measurement) -> str:
     return f"batch {rows} × {tokens // rows}" if tokens and tokens % rows == 0 else f"batch {rows}"
 
 
-def _of_measured(write: Callable[[Measurement], str]) -> Callable[[Step], str]:
-    return lambda step: write(step.row.measurement) if step.row.measurement is not None else NOTHING
+def _of_measured(write: Callable[[Measurement], str], refused: str = NOTHING) -> Callable[[Step], str]:
+    return lambda step: write(step.row.measurement) if step.row.measurement is not None else refused
 
 
-def _peak(step: Step) -> str:
-    return peak(step.row.measurement) if step.row.measurement is not None else "refused"
-
-
-def _predicted_bytes(step: Step) -> str:
-    prediction = step.row.prediction
-    return bytes_or_nothing(prediction.peak_allocated_bytes if prediction is not None else None)
+def _of_predicted(write: Callable[[Prediction], str]) -> Callable[[Step], str]:
+    return lambda step: write(step.row.prediction) if step.row.prediction is not None else NOTHING
 
 
 def _has_time(step: Step) -> bool:
     prediction = step.row.prediction
     return prediction is not None and math.isfinite(prediction.step_seconds)
-
-
-def _speed(ablation: Ablation, step: Step) -> str:
-    if step.row.ran is None:
-        return NOTHING
-    return speed(step.row.ran, ablation.speed(step.row.ran))
-
-
-def _predicted_speed(ablation: Ablation, step: Step) -> str:
-    prediction = step.row.prediction
-    return rate(ablation.speed(prediction)) if prediction is not None and _has_time(step) else NOTHING

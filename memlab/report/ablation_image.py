@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from memlab.records.ablation import Ablation, AblationRow, Step
+from memlab.records.ablation import Ablation, Step
 from memlab.report import canvas
 from memlab.report.ablation import heading, sentence, unit
 from memlab.report.segments import categories_of, scale, segments
@@ -47,13 +47,9 @@ def png(ablation: Ablation) -> bytes:
     return canvas.encode(figure, title=heading(ablation), description=sentence(ablation))
 
 
-def _ends(rows: Sequence[AblationRow]) -> list[int]:
-    """Bytes at which the bars end; 0 where a technique was refused."""
-    return [each.measurement.peak_allocated_bytes if each.measurement is not None else 0 for each in rows]
-
-
 def _draw_memory(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
-    ends = _ends(ablation.rows)
+    # 0 where a technique was refused
+    ends = [row.measurement.peak_allocated_bytes if row.measurement is not None else 0 for row in ablation.rows]
     predicted = (each.prediction.peak_allocated_bytes for each in ablation.rows if each.prediction is not None)
     most_bytes = max(1, ablation.budget_bytes or 0, *ends, *predicted)
     size, name = scale(most_bytes)
@@ -61,7 +57,8 @@ def _draw_memory(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
     before: int | None = None
     for at, (step, end) in enumerate(zip(steps, ends, strict=True)):
         if step.row.ran_out:
-            _outline(axes, at, end / size)
+            dashed: dict[str, Any] = {"edgecolor": canvas.BUDGET, "linewidth": 1.2, "linestyle": (0, (3, 2))}
+            axes.barh(at, end / size, _THICK, facecolor="none", **dashed)
         else:
             parts = segments(step.row.measurement) if step.row.measurement is not None else {}
             canvas.stacked_bar(axes, at, parts, size, thick=_THICK, is_pale=not step.row.kept)
@@ -79,10 +76,6 @@ def _draw_memory(axes: Axes, ablation: Ablation, steps: Sequence[Step]) -> None:
     if ablation.budget_bytes is not None:
         canvas.mark_budget(axes, ablation.budget_bytes, size, along="x")
     canvas.label_x(axes, f"peak memory allocated, {name}; changes: against the last row kept")
-
-
-def _outline(axes: Axes, at: int, end: float) -> None:
-    axes.barh(at, end, _THICK, facecolor="none", edgecolor=canvas.BUDGET, linewidth=1.2, linestyle=(0, (3, 2)))
 
 
 def _stair(axes: Axes, before: tuple[float, int], after: tuple[float, int], step: Step) -> None:

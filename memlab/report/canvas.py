@@ -46,17 +46,8 @@ def paper(height_inches: float, title: str = "") -> Figure:
     figure.set_layout_engine("none")  # whatever the user's rcParams ask for
     FigureCanvasAgg(figure)
     lines = "\n".join(textwrap.wrap(title, _TITLE_CHARACTERS))
-    figure.text(
-        0.012,
-        1 - 0.1 / height_inches,
-        lines,
-        color=INK,
-        family=FONT,
-        parse_math=False,
-        size=11,
-        weight="bold",
-        va="top",
-    )
+    style: dict[str, Any] = {"color": INK, "family": FONT, "parse_math": False, "size": 11, "weight": "bold"}
+    figure.text(0.012, 1 - 0.1 / height_inches, lines, va="top", **style)
     return figure
 
 
@@ -97,16 +88,11 @@ def encode(figure: Figure, *, has_small_marks: bool = False, **about: str) -> by
     palette = pixels.quantize(_COLOURS, method, dither=Image.Dither.NONE)
     texts = PngImagePlugin.PngInfo()
     for name, text in about.items():
-        texts.add_text(name.capitalize(), _latin(text))
+        latin = text.replace("−", "-").replace("–", "-").encode("latin-1", "replace").decode("latin-1")
+        texts.add_text(name.capitalize(), latin)  # PNG's texts are Latin-1
     buffer = io.BytesIO()
     palette.save(buffer, "png", optimize=True, pnginfo=texts, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
     return buffer.getvalue()
-
-
-def _latin(text: str) -> str:
-    """PNG text chunks are Latin-1."""
-    plain = text.replace("−", "-").replace("–", "-")
-    return plain.encode("latin-1", "replace").decode("latin-1")
 
 
 def plain(axes: Axes) -> None:
@@ -202,12 +188,12 @@ def patches(
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Artist] = [
-        Patch(
-            facecolor=look(name).colour, hatch=look(name).hatch, edgecolor=PAPER, linewidth=0, label=name, alpha=alpha
+    handles: list[Artist] = []
+    for name in names:
+        drawn = look(name)
+        handles.append(
+            Patch(facecolor=drawn.colour, hatch=drawn.hatch, edgecolor=PAPER, linewidth=0, label=name, alpha=alpha)
         )
-        for name in names
-    ]
     return [*handles, *([Line2D([], [], label="predicted", **_STROKE)] if predicted else [])]
 
 

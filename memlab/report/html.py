@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -56,20 +57,17 @@ def table(content: Table) -> str:
         >>> "gpt2 &lt;124M&gt;</caption>" in table(Table("gpt2 <124M>"))
         True
     """
-    bars = [[each.bars[place] for each in content.rows] for place in range(len(content.columns))]
-    scales = [max((sum(bar.parts.values()) for bar in column if bar is not None), default=0.0) for column in bars]
-    flush = [
-        _flush(column, has_bars=any(bar is not None for bar in of))
-        for column, of in zip(content.columns, bars, strict=True)
-    ]
-    rows = "".join(_row(content.columns, each, flush, scales) for each in content.rows)
-    headed = [
-        (column, side)
-        for column, side in zip(content.columns, flush, strict=True)
-        if column.kind is not ColumnKind.NOTE
-    ]
-    body = f"<thead>{_heads(headed)}</thead><tbody>{rows}</tbody>" if content.columns else ""
-    drawn = [bar.parts for column in bars for bar in column if bar is not None and bar.look in _OF_CATEGORIES]
+    columns, drawn = [], []
+    for place, column in enumerate(content.columns):
+        bars = [bar for each in content.rows if (bar := each.bars[place]) is not None]
+        # numbers are set flush right, but for those that have a bar below them
+        side = "right" if column.kind is ColumnKind.NUMBER and not bars else "left"
+        scale = max((sum(bar.parts.values()) for bar in bars), default=0.0)
+        columns.append(_Placed(column, f"text-align:{side}", scale))
+        drawn += [bar.parts for bar in bars if bar.look in _OF_CATEGORIES]
+    rows = "".join(_row(columns, each) for each in content.rows)
+    headed = [each for each in columns if each.column.kind is not ColumnKind.NOTE]
+    body = f"<thead>{_heads(headed)}</thead><tbody>{rows}</tbody>" if columns else ""
     key = keys(categories_of(drawn), "margin-top:8px")
     more = "".join(f'<div style="margin-top:8px">{table(inner)}</div>' for inner in content.more)
     foot = "".join(f'<div style="margin-top:4px">{_unbroken(line)}</div>' for line in content.foot)
@@ -79,15 +77,19 @@ def table(content: Table) -> str:
     )
 
 
-def _flush(column: Column[Any], *, has_bars: bool) -> str:
-    """Numbers are set flush right, but for those that have a bar below them."""
-    return "text-align:right" if column.kind is ColumnKind.NUMBER and not has_bars else "text-align:left"
+@dataclass(frozen=True)
+class _Placed:
+    """A column as it is drawn: to which side its texts are flush, and what a whole bar stands for."""
+
+    column: Column[Any]
+    side: str
+    scale: float
 
 
-def _heads(columns: Sequence[tuple[Column[Any], str]]) -> str:
+def _heads(columns: Sequence[_Placed]) -> str:
     """The headings, under one over several columns where there is one."""
-    heads = "".join(f'<th scope="col" style="{_HEAD};{side}">{_head(column.title)}</th>' for column, side in columns)
-    over = [(group, len(list(each))) for group, each in groupby(columns, key=lambda headed: headed[0].group)]
+    heads = "".join(f'<th scope="col" style="{_HEAD};{each.side}">{_head(each.column.title)}</th>' for each in columns)
+    over = [(group, len(list(each))) for group, each in groupby(columns, key=lambda placed: placed.column.group)]
     if len(over) == 1:
         return f'<tr style="background:transparent">{heads}</tr>'
     groups = "".join(
@@ -104,31 +106,28 @@ def _head(title: str) -> str:
     return f'<span title="Pareto-optimal" aria-label="Pareto-optimal">{title}</span>' if len(title) == 1 else title
 
 
-def _row(columns: Sequence[Column[Any]], each: TableRow, flush: Sequence[str], scales: Sequence[float]) -> str:
+def _row(columns: Sequence[_Placed], each: TableRow) -> str:
     """A row; its notes stand below it over the whole width, since a wide table would push them out of sight."""
-    notes = [text for column, text in zip(columns, each.texts, strict=True) if column.kind is ColumnKind.NOTE and text]
+    notes = [text for of, text in zip(columns, each.texts, strict=True) if of.column.kind is ColumnKind.NOTE and text]
     rule = ";border-bottom:0" if notes else ""
-    cells = "".join(
-        _plan_cell(text, each, rule)
-        if column.kind is ColumnKind.PLAN
-        else _cell(column, text, bar, f"{side}{rule}", scale)
-        for column, text, bar, side, scale in zip(columns, each.texts, each.bars, flush, scales, strict=True)
-        if column.kind is not ColumnKind.NOTE
-    )
-    shown = sum(column.kind is not ColumnKind.NOTE for column in columns)
-    below = "".join(f'<td colspan="{shown}" style="{_NOTE}">{_unbroken(note)}</td>' for note in notes)
+    cells = [
+        _plan_cell(text, each, rule) if of.column.kind is ColumnKind.PLAN else _cell(of, text, bar, rule)
+        for of, text, bar in zip(columns, each.texts, each.bars, strict=True)
+        if of.column.kind is not ColumnKind.NOTE
+    ]
+    below = "".join(f'<td colspan="{len(cells)}" style="{_NOTE}">{_unbroken(note)}</td>' for note in notes)
     style = f"background:{_FITS if each.fits else 'transparent'}{';opacity:.65' if each.is_left_out else ''}"
-    return "".join(f'<tr style="{style}">{content}</tr>' for content in (cells, below) if content)
+    return "".join(f'<tr style="{style}">{content}</tr>' for content in ("".join(cells), below) if content)
 
 
-def _cell(column: Column[Any], text: str, bar: Bar | None, side: str, scale: float) -> str:
+def _cell(of: _Placed, text: str, bar: Bar | None, rule: str) -> str:
     """A cell. On a narrow page a sentence goes on in a second line, as what stands behind a number does; the rest stays whole."""
     content, wraps = _unbroken(text), ";white-space:nowrap"
-    if column.kind is ColumnKind.NUMBER and " " in text and not _WHOLE.fullmatch(text):
+    if of.column.kind is ColumnKind.NUMBER and " " in text and not _WHOLE.fullmatch(text):
         content, wraps = _WHOLE.sub(_NOWRAP.format(r"\g<0>"), escape(text)), ""
-    elif column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS:
+    elif of.column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS:
         wraps = ";min-width:12em"
-    return f'<td style="{_CELL};{side}{wraps}">{content}{_bar(bar, scale) if bar is not None else ""}</td>'
+    return f'<td style="{_CELL};{of.side}{rule}{wraps}">{content}{_bar(bar, of.scale) if bar is not None else ""}</td>'
 
 
 def _plan_cell(plan: str, each: TableRow, rule: str) -> str:

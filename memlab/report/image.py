@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 def png(comparison: Comparison) -> bytes:
     """Draw a comparison: peak memory by category on the left, throughput on the right."""
     labels = ["\n".join(flag_lines(row.measurement.plan, 32)) for row in comparison.rows]
-    rows = _row_heights(labels)
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    # a row is as high as its label needs; 1 is the usual row of up to two lines
+    rows = [max(2, label.count("\n") + 1) / 2 for label in labels]
     figure, memory, throughput = canvas.memory_beside_throughput(
         comparison.title,
         0.54 * sum(rows),
-        _left_margin(labels),
+        min(0.34, 0.035 + longest * 0.0069),
         categories_of([segments(measurement) for measurement in comparison.measurements]),
         predicted=any(row.prediction for row in comparison.rows),
     )
@@ -35,16 +37,6 @@ def png(comparison: Comparison) -> bytes:
         axes.set_ylim(sum(rows), 0)
     memory.set_yticks(positions, labels)
     return canvas.encode(figure, title=comparison.title, description=summary(comparison))
-
-
-def _left_margin(labels: Sequence[str]) -> float:
-    longest = max(len(line) for label in labels for line in label.split("\n"))
-    return min(0.34, 0.035 + longest * 0.0069)
-
-
-def _row_heights(labels: Sequence[str]) -> list[float]:
-    """A row is as high as its label needs; 1 is the usual row of up to two lines."""
-    return [max(2, label.count("\n") + 1) / 2 for label in labels]
 
 
 def _draw_memory(axes: Axes, comparison: Comparison, positions: Sequence[float]) -> None:

@@ -38,12 +38,7 @@ from memlab.report.live_sheet import (
     shortened,
 )
 from memlab.report.pareto import Chart, axis_names
-from memlab.report.segments import (
-    BUDGET,
-    NEUTRAL_INK,
-    finite,
-    scale,
-)
+from memlab.report.segments import BUDGET, NEUTRAL_INK, finite, scale
 from memlab.units import format_bytes
 
 HEIGHT_PIXELS = 680

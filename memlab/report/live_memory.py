@@ -46,12 +46,14 @@ def _layer(
     category: str, places: list[float], stacks: Sequence[Mapping[str, int]], sheet: Sheet, *,
     said: str, axes: tuple[str, ...], shape: str, group: str,
 ) -> dict[str, Any]:  # fmt: skip
-    colour = swatch(category).colour
+    look = swatch(category)
+    # the hatch of a category, so that it is known without its colour
+    hatch = {"shape": look.pattern, "fgcolor": "rgba(255,255,255,.7)", "bgcolor": look.colour, "size": 7}
     sizes = [parts.get(category, 0) for parts in stacks]
     return {
         "type": "scatter", "name": category, "xaxis": axes[0], "yaxis": axes[1], "stackgroup": group,
         "x": places, "y": [round(size / sheet.unit, 4) for size in sizes] if any(sizes) else [0] * len(places),
-        "line": {"width": 0, "shape": shape, "color": colour}, "fillcolor": colour, "fillpattern": _pattern(category),
+        "line": {"width": 0, "shape": shape, "color": look.colour}, "fillcolor": look.colour, "fillpattern": hatch,
         "legendgroup": category, "showlegend": _is_named(category, sheet, axes),
         "hovertemplate": f"{category} %{{y{_digits(sheet.unit)}}} {sheet.name}<br>{said}<extra></extra>",
     }  # fmt: skip
@@ -118,12 +120,6 @@ def _outline(sheet: Sheet) -> dict[str, Any]:
 
 
 # --- phases of the step -----------------------------------------------------------------------------------------------
-
-
-def _pattern(category: str) -> dict[str, Any]:
-    """The hatch of a category, so that it is known without its colour."""
-    look = swatch(category)
-    return {"shape": look.pattern, "fgcolor": "rgba(255,255,255,.7)", "bgcolor": look.colour, "size": 7}
 
 
 def phase_shapes(sheet: Sheet) -> list[dict[str, Any]]:

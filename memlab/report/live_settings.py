@@ -11,8 +11,8 @@ from memlab.records import Fit
 from memlab.records.comparison import speed_ratio
 from memlab.records.live_state import Moment
 from memlab.report.live_sheet import Setting, Sheet, shortened
-from memlab.report.pareto import LOOKS, MEASURED, PLAIN, Chart, PointLook, chart, hover
-from memlab.report.segments import NEUTRAL_INK, finite, scale
+from memlab.report.pareto import DRAWN_IN_ORDER, LOOKS, MEASURED, PLAIN, Chart, PointLook, chart, hover
+from memlab.report.segments import NEUTRAL_INK, finite, rgb, scale
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
 from memlab.units import format_bytes
 
@@ -28,7 +28,7 @@ def speed_traces(sheet: Sheet) -> list[dict[str, Any]]:
 def _bars(sheet: Sheet) -> dict[str, Any]:
     rates = [each.per_second for each in sheet.settings]
     spreads = [each.per_second * finite(each.measurement.spread) for each in sheet.settings]
-    solid, weak = MEASURED.colour, _pale(MEASURED.colour, 0.6)
+    solid, weak = MEASURED.colour, f"rgba({rgb(MEASURED.colour)},0.6)"
     return {
         "type": "bar", "orientation": "h", "xaxis": "x3", "yaxis": "y3", "showlegend": False, "width": 0.34,
         "x": rates, "y": list(range(len(rates))),
@@ -69,12 +69,6 @@ def _bar_name(setting: Setting, first: Setting) -> str:
     return f"<b>▸ {name}</b>   {said}" if setting.in_force else f"{name}   {said}"
 
 
-def _pale(colour: str, opacity: float) -> str:
-    """A translucent version of a colour."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"
-
-
 # --- the map --------------------------------------------------------------------------------------------------------
 
 _KEYS = {Fit.YES: "○ fits", Fit.UNCERTAIN: "◇ uncertain", Fit.NO: "□ does not fit"}
@@ -96,9 +90,8 @@ def with_trials(known: Chart, moment: Moment) -> Chart:
 def map_traces(mapped: Chart, in_force: str) -> list[dict[str, Any]]:
     """Predictions, the best of them, trials with their numbers, and a ring around the plan that is `in_force`."""
     unit, _ = scale(mapped.most_bytes)
-    looks = [LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN]
     return [
-        *(_points(mapped, look, unit) for look in looks),
+        *(_points(mapped, look, unit) for look in DRAWN_IN_ORDER),
         _front(mapped, unit),
         _connections(mapped, unit),
         _tried(mapped, unit),

@@ -68,25 +68,18 @@ def compact_text(moment: Moment) -> str:
     if moment.pending is not None:
         parts[-1] += f" → {moment.pending.label} (pending)"
     if moment.points:
-        parts += [*_newest(moment.points[-1]), *_peak_in_words(moment)]
+        newest = moment.points[-1]
+        parts += [f"step {newest.step}", f"{format_seconds(newest.seconds)} a step"]
+        if math.isfinite(newest.samples_per_second):
+            parts.append(f"{rate(newest.samples_per_second)} samples/s")
+        peak_bytes = _highest(point for point in moment.points if point.plan == newest.plan)
+        if peak_bytes is not None:
+            limit = _limit(moment)
+            of_limit = f" of {format_bytes(limit.size_bytes)} {limit.name}" if limit is not None else ""
+            parts.append(f"peak allocated {format_bytes(peak_bytes)}{of_limit}")
     if moment.rescues:
         parts.append(f"{len(moment.rescues)} rescue{'' if len(moment.rescues) == 1 else 's'}")
     return " · ".join(parts)
-
-
-def _newest(point: LivePoint) -> Iterator[str]:
-    yield f"step {point.step}"
-    yield f"{format_seconds(point.seconds)} a step"
-    if math.isfinite(point.samples_per_second):
-        yield f"{rate(point.samples_per_second)} samples/s"
-
-
-def _peak_in_words(moment: Moment) -> Iterator[str]:
-    peak_bytes = _highest(point for point in moment.points if point.plan == moment.points[-1].plan)
-    if peak_bytes is not None:
-        limit = _limit(moment)
-        of_limit = f" of {format_bytes(limit.size_bytes)} {limit.name}" if limit is not None else ""
-        yield f"peak allocated {format_bytes(peak_bytes)}{of_limit}"
 
 
 def _highest(points: Iterable[LivePoint]) -> int | None:
@@ -244,18 +237,14 @@ def _layers(columns: Sequence[_Column], names: Sequence[str], axis: _Axis) -> It
     layers, tops = [], [0] * len(columns)
     for name in names:
         tops = [top + column.parts.get(name, 0) for top, column in zip(tops, columns, strict=True)]
-        heights = [axis.y(top) for top in tops]
+        heights = groupby(axis.y(top) for top in tops)
+        stairs = "".join(f"V{height}h{_COLUMN * len(list(group))}" for height, group in heights)
         # without smoothed edges, or a layer that is covered would shine through at the rim
         layers.append(
             f'<path shape-rendering="crispEdges" fill="{swatch(name).colour}" '
-            f'd="M{_LEFT} {axis.bottom}{_stairs(heights)}V{axis.bottom}z"/>'
+            f'd="M{_LEFT} {axis.bottom}{stairs}V{axis.bottom}z"/>'
         )
     return reversed(layers)
-
-
-def _stairs(heights: Sequence[int]) -> str:
-    """A path over columns of these heights, from the left edge on."""
-    return "".join(f"V{height}h{_COLUMN * len(list(group))}" for height, group in groupby(heights))
 
 
 def _line(heights: Sequence[int | None]) -> str:
@@ -307,7 +296,8 @@ def _marks(changes: Sequence[Change], steps: _Steps) -> str:
     for number in reversed(range(len(shown))):
         x, plan = marks[number], shown[number].plan
         if shown[number].step > steps.first:
-            pieces.append(_mark(x))
+            path = f"M{x:.1f} {_NAMES_BASE - 8}V{_SPEED_BOTTOM}"
+            pieces.append(f'<path stroke="currentColor" stroke-dasharray="2 2" opacity=".7" d="{path}"/>')
         label = _shortened(plan, int((free_until - x) / _LETTER))
         if not label and number == len(shown) - 1:
             # a plan that has just come into force is named to the left of its mark
@@ -317,11 +307,6 @@ def _marks(changes: Sequence[Change], steps: _Steps) -> str:
             pieces.append(_text(round(start), _NAMES_BASE, label))
         free_until = min(x, start) - _LETTER
     return "".join(pieces)
-
-
-def _mark(x: float) -> str:
-    path = f"M{x:.1f} {_NAMES_BASE - 8}V{_SPEED_BOTTOM}"
-    return f'<path stroke="currentColor" stroke-dasharray="2 2" opacity=".7" d="{path}"/>'
 
 
 def _shortened(label: str, letters: int) -> str:

@@ -37,6 +37,8 @@ LOOKS = {
     Fit.NO: PointLook("predicted not to fit", "#7A7A7A", "s", "square-open"),
 }
 PLAIN = PointLook("predicted", "#1F83C4", "o", "circle-open")
+# what fits is drawn over what does not
+DRAWN_IN_ORDER = (LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN)
 MEASURED = PointLook("measured", "#CC4400", "o", "circle")
 FOUND_RING = "#009E73"
 
@@ -118,6 +120,7 @@ def chart(
     points = {each.plan: _point(each, budget_bytes, on_front) for each in drawn}
     reserved = any(each.peak_reserved_bytes is not None for each in known)
     trials = tuple(_trial(each, points.get(each.plan), found) for each in measurements)
+    measured = f" {sum(not trial.ran_out for trial in trials)} of them measured." if trials else ""
     front = tuple(sorted((p for p in points.values() if p.on_front), key=lambda point: point.memory_bytes))
     return Chart(
         title=title or (f"predicted for {known[0].device}" if known else "nothing was predicted"),
@@ -127,7 +130,7 @@ def chart(
         trials=trials,
         labelled=_labelled(front, budget_bytes, found),
         budget_bytes=budget_bytes,
-        description=_description(predictions, trials, budget_bytes),
+        description=f"Memory against throughput. {predictions_sentence(predictions, budget_bytes)}{measured}",
     )
 
 
@@ -185,13 +188,6 @@ def _labelled(front: Sequence[Point], budget_bytes: int | None, found: str) -> t
     best = found or (fitting[-1].plan if fitting else "")
     ends = [point.plan for point in (*front[:1], *front[-1:])]
     return tuple(dict.fromkeys(plan for plan in ("as written", best, *ends) if plan))[:_MOST_LABELS]
-
-
-def _description(predictions: Sequence[Prediction], trials: Sequence[Trial], budget_bytes: int | None) -> str:
-    """Return what the picture shows, in words."""
-    count = sum(not trial.ran_out for trial in trials)
-    measured = f" {count} of them measured." if trials else ""
-    return f"Memory against throughput. {predictions_sentence(predictions, budget_bytes)}{measured}"
 
 
 def axis_names(drawn: Chart) -> tuple[str, str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from memlab.records import Fit
 from memlab.report import canvas
-from memlab.report.pareto import FOUND_RING, LOOKS, MEASURED, PLAIN, Chart, Point, PointLook, Trial, axis_names
+from memlab.report.pareto import DRAWN_IN_ORDER, FOUND_RING, MEASURED, Chart, Point, PointLook, Trial, axis_names
 from memlab.report.segments import scale
 from memlab.report.wording import flag_lines
 
@@ -58,11 +57,7 @@ def _draw(axes: Axes, chart: Chart, unit: int) -> None:
 
 def _looks(points: Iterable[Point]) -> list[PointLook]:
     used = [point.look for point in points]
-    return [
-        look
-        for look in (LOOKS[Fit.NO], LOOKS[Fit.UNCERTAIN], LOOKS[Fit.YES], PLAIN)
-        if any(one is look for one in used)
-    ]
+    return [look for look in DRAWN_IN_ORDER if any(one is look for one in used)]
 
 
 def _draw_interval(axes: Axes, point: Point, unit: int) -> None:
@@ -140,14 +135,8 @@ def _hidden(box: _Box, marks: list[tuple[float, float, int]]) -> int:
 def _write_label(axes: Axes, at: tuple[float, float], box: _Box, lines: list[str]) -> None:
     nearest = (min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3]))
     if abs(nearest[1] - at[1]) > 0.05 or abs(nearest[0] - at[0]) > 0.03:
-        axes.plot(
-            [at[0], nearest[0]],
-            [at[1], nearest[1]],
-            transform=axes.transAxes,
-            color=canvas.FAINT,
-            linewidth=0.8,
-            zorder=3,
-        )
+        line: dict[str, Any] = {"transform": axes.transAxes, "color": canvas.FAINT, "linewidth": 0.8, "zorder": 3}
+        axes.plot([at[0], nearest[0]], [at[1], nearest[1]], **line)
     axes.annotate(
         "\n".join(lines), (box[0], (box[1] + box[3]) / 2), xycoords="axes fraction", ha="left", va="center", fontsize=8.5, color=canvas.INK, family=canvas.FONT,
         linespacing=1.1, zorder=7, bbox={"facecolor": canvas.PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.4},

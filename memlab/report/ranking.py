@@ -19,21 +19,12 @@ _FITS = (Fit.YES, Fit.UNCERTAIN, Fit.NO)
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Plans that do not apply, for one reason."""
-
-    reason: str
-    plans: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Ranking:
     """Predictions in the order of a table."""
 
     first: Prediction  # what the others are compared with: the plan as written, or else the first one given
     others: tuple[Prediction, ...]  # the rest, best first
     front: frozenset[str]  # labels of the plans that no other plan beats in both memory and speed
-    refused: tuple[Refusal, ...]  # what does not apply, by reason
     budget_bytes: int | None  # what the plans are to fit into, or None
 
     @property
@@ -58,7 +49,7 @@ def rank(predictions: Sequence[Prediction], budget_bytes: int | None = None) -> 
         others.sort(key=lambda each: (each.plan not in front, -speed_of(each), each.needed_bytes))
     else:
         others.sort(key=lambda each: _by_verdict(each, budget_bytes))
-    return Ranking(first, tuple(others), front, refusals(predictions), budget_bytes)
+    return Ranking(first, tuple(others), front, budget_bytes)
 
 
 def pareto_front(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
@@ -130,14 +121,13 @@ def verdict_words(prediction: Prediction, budget_bytes: int) -> str:
     return f"{words} ± {format_bytes(max(high - prediction.needed_bytes, prediction.needed_bytes - low))}"
 
 
-def refusals(predictions: Iterable[Prediction]) -> tuple[Refusal, ...]:
-    """The distinct reasons for which plans do not apply, with their plans, the most frequent first."""
+def refusals(predictions: Iterable[Prediction]) -> dict[str, list[str]]:
+    """The plans that do not apply, by reason, the most frequent reason first."""
     by_reason: dict[str, list[str]] = {}
     for each in predictions:
         if each.refused:
             by_reason.setdefault(each.refused, []).append(each.plan)
-    found = (Refusal(reason, tuple(plans)) for reason, plans in by_reason.items())
-    return tuple(sorted(found, key=lambda refusal: -len(refusal.plans)))
+    return dict(sorted(by_reason.items(), key=lambda found: -len(found[1])))
 
 
 def _by_verdict(prediction: Prediction, budget_bytes: int) -> tuple[int, float, float]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from memlab.records.ranks import Fewest, HowMany, PredictedRanks, RankPrediction
 from memlab.report import canvas
 from memlab.report.segments import REST, Swatch, scale, swatch
-from memlab.report.table import Table
+from memlab.report.table import Column, ColumnKind, Table, row, wanted
 from memlab.report.tables import of_texts
-from memlab.report.wording import NOTHING
+from memlab.report.wording import NOTHING, bytes_or_nothing
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,36 +33,24 @@ _THICK = 0.7
 
 def table(predicted_plans: PredictedRanks) -> Table:
     """Reduce predictions for ranks to the table that people read."""
-    known = [each for each in predicted_plans.predictions if not each.refused]
-    has_host = any(each.host_bytes for each in known)
-    was_run = any(predicted_plans.measured(each) is not None for each in known)
-    titles = [
-        "plan", "ranks", "peak a rank", *(["measured"] if was_run else []), *(["on host"] if has_host else []),
-        "parameters", "gradients", "optimizer state", "sent a step",
-    ]  # fmt: skip
-    rows = tuple(tuple(_cells(each, predicted_plans, was_run=was_run, has_host=has_host)) for each in known)
-    return of_texts(predicted_plans.title, titles, rows, words=(), foot=tuple(_foot(predicted_plans)))
-
-
-def _cells(each: RankPrediction, predicted_plans: PredictedRanks, *, was_run: bool, has_host: bool) -> Iterator[str]:
-    yield from (each.scale, str(each.ranks), format_bytes(each.peak_allocated_bytes))
-    if was_run:
-        measured = predicted_plans.measured(each)
-        yield NOTHING if measured is None else format_bytes(measured)
-    if has_host:
-        yield _size(each.host_bytes)
-    yield from (_size(each.divided.get(kind, 0)) for kind in _ORDER[:3])
-    yield _size(each.wire_bytes)
-
-
-def _size(size_bytes: int) -> str:
-    return format_bytes(size_bytes) if size_bytes else NOTHING
-
-
-def _foot(predicted_plans: PredictedRanks) -> Iterator[str]:
-    for refusal in dict.fromkeys(each.refused for each in predicted_plans.predictions if each.refused):
-        yield f"left out: {refusal}"
-    yield from dict.fromkeys(note for each in predicted_plans.predictions for note in each.notes)
+    every = predicted_plans.predictions
+    known = [each for each in every if not each.refused]
+    columns = wanted(
+        Column[RankPrediction]("plan", lambda each: each.scale, ColumnKind.PLAN),
+        Column("ranks", lambda each: str(each.ranks)),
+        Column("peak a rank", lambda each: format_bytes(each.peak_allocated_bytes)),
+        Column("measured", lambda each: bytes_or_nothing(predicted_plans.measured(each)),
+               is_wanted=any(predicted_plans.measured(each) is not None for each in known)),
+        Column("on host", lambda each: bytes_or_nothing(each.host_bytes or None),
+               is_wanted=any(each.host_bytes for each in known)),
+        Column("parameters", lambda each: bytes_or_nothing(each.divided.get("parameters"))),
+        Column("gradients", lambda each: bytes_or_nothing(each.divided.get("gradients"))),
+        Column("optimizer state", lambda each: bytes_or_nothing(each.divided.get("optimizer state"))),
+        Column("sent a step", lambda each: bytes_or_nothing(each.wire_bytes or None)),
+    )  # fmt: skip
+    left_out = dict.fromkeys(f"left out: {each.refused}" for each in every if each.refused)
+    notes = dict.fromkeys(note for each in every for note in each.notes)
+    return Table(predicted_plans.title, columns, tuple(row(columns, each) for each in known), (*left_out, *notes))
 
 
 def how_many(found: HowMany) -> Table:

@@ -131,6 +131,11 @@ def stretches(timeline: Sequence[TimelinePoint]) -> tuple[Stretch, ...]:
     return tuple(stretch for stretch in found if stretch.stop_seconds > stretch.start_seconds)
 
 
+def rgb(colour: str) -> str:
+    """Return a colour's red, green and blue, as style sheets have them within ``rgba()``."""
+    return ", ".join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5))
+
+
 def finite(number: float) -> float:
     """Zero for what was not measured, so that a bar of no length is drawn."""
     return number if math.isfinite(number) else 0.0

@@ -9,7 +9,7 @@ from operator import itemgetter
 from memlab.records import Measurement, Prediction, prediction_of, speed_of
 from memlab.records.comparison import Comparison, FoundPlan, has_left_interval
 from memlab.records.comparison import Row as Compared
-from memlab.report.ranking import Ranking, Refusal, counts, rank, refusals, shown, verdict_words
+from memlab.report.ranking import Ranking, counts, rank, refusals, shown, verdict_words
 from memlab.report.segments import ordered, segments
 from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
 from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, peak, rate, speed
@@ -121,26 +121,17 @@ def predictions(
 
 def found(result: FoundPlan) -> Table:
     """Reduce a found plan to its evidence: every trial, predicted beside measured, and what was considered."""
-    trials = [
-        (str(number), each, prediction_of(each.plan, result.predictions))
-        for number, each in enumerate(result.trials, 1)
-    ]
-    rows = [
-        (
-            number,
-            each.plan,
-            bytes_or_nothing(None if before is None else before.needed_bytes),
-            _needed(each),
-            _off_by(each, before),
-            interval_speed(before) if before is not None else NOTHING,
-            speed(each),
-            _outcome(result, each),
-        )
-        for number, each, before in trials
-    ]
-    memory = (
-        "peak reserved" if any(each.peak_reserved_bytes is not None for each in result.trials) else "peak allocated"
-    )
+    rows = []
+    for number, each in enumerate(result.trials, 1):
+        before = prediction_of(each.plan, result.predictions)
+        predicted = (format_bytes(before.needed_bytes), interval_speed(before)) if before else (NOTHING, NOTHING)
+        rows.append((str(number), each.plan, predicted[0], _needed(each), _off_by(each, before), predicted[1],
+                     speed(each), _outcome(result, each)))  # fmt: skip
+    has_reserved = any(each.peak_reserved_bytes is not None for each in result.trials)
+    memory = "peak reserved" if has_reserved else "peak allocated"
+    known = [each for each in result.predictions if not each.refused]
+    refused = len(result.predictions) - len(known)
+    considered = counts(known, result.budget_bytes) + (f", {refused} refused" if refused else "")
     return of_texts(
         f"{result.title} · budget {format_bytes(result.budget_bytes)}",
         ("trial", "plan", "predicted", "measured", "off by", "predicted samples/s", "measured samples/s", "outcome"),
@@ -148,7 +139,7 @@ def found(result: FoundPlan) -> Table:
         words=("outcome",),
         foot=(
             found_sentence(result),
-            f"predicted and measured are the {memory}; considered: {_considered(result)}",
+            f"predicted and measured are the {memory}; considered: {considered}",
             *_refused_lines(result.predictions),
         ),
     )
@@ -281,20 +272,13 @@ def _outcome(found: FoundPlan, measurement: Measurement) -> str:
     return f"{words}; found" if measurement.plan == found.plan.label else words
 
 
-def _considered(found: FoundPlan) -> str:
-    known = [each for each in found.predictions if not each.refused]
-    refused = len(found.predictions) - len(known)
-    return counts(known, found.budget_bytes) + (f", {refused} refused" if refused else "")
-
-
 def _refused_lines(predictions: Sequence[Prediction]) -> tuple[str, ...]:
-    return _limited([_refused_line(refusal) for refusal in refusals(predictions)], "reasons for refusals")
-
-
-def _refused_line(refusal: Refusal) -> str:
-    shortest = min(refusal.plans, key=len)
-    which = shortest if len(refusal.plans) == 1 else f"{len(refusal.plans)} plans, such as {shortest}"
-    return f"refused: {which}: {refusal.reason}"
+    lines = []
+    for reason, plans in refusals(predictions).items():
+        shortest = min(plans, key=len)
+        which = shortest if len(plans) == 1 else f"{len(plans)} plans, such as {shortest}"
+        lines.append(f"refused: {which}: {reason}")
+    return _limited(lines, "reasons for refusals")
 
 
 def _note_lines(rows: Sequence[Prediction]) -> tuple[str, ...]:
@@ -303,12 +287,10 @@ def _note_lines(rows: Sequence[Prediction]) -> tuple[str, ...]:
     for each in rows:
         for note in each.notes:
             about.setdefault(note, []).append(each.plan)
-    lines = [
-        f"note: {note}"
-        if len(plans) == len(rows)
-        else f"note on {plans[0] if len(plans) == 1 else f'{len(plans)} plans'}: {note}"
-        for note, plans in about.items()
-    ]
+    lines = []
+    for note, plans in about.items():
+        which = plans[0] if len(plans) == 1 else f"{len(plans)} plans"
+        lines.append(f"note: {note}" if len(plans) == len(rows) else f"note on {which}: {note}")
     return _limited(lines, "notes")
 
 

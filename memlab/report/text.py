@@ -52,9 +52,10 @@ class _Sheet:
         self._note = next((n for n, column in enumerate(content.columns) if column.kind is ColumnKind.NOTE), None)
         self._head = [column.title for column in self._columns]
         self._note_head = content.columns[self._note].title if self._note is not None else ""
+        natural = [max(map(len, texts)) for texts in zip(self._head, *map(self._texts, self._rows), strict=True)]
         self._widths = [
             min(width, _PLAN_CHARACTERS) if column.kind is ColumnKind.PLAN else width
-            for column, width in zip(self._columns, self._natural_widths(), strict=True)
+            for column, width in zip(self._columns, natural, strict=True)
         ]
         self._gap = _GAPS[0] if self._too_much(_GAPS[0]) <= 0 else _GAPS[1]
         too_much = max(0, self._too_much(self._gap))
@@ -86,10 +87,6 @@ class _Sheet:
         note = each.texts[self._note] if self._note is not None else ""
         return "; ".join(part for part in (each.below, note) if part)
 
-    def _natural_widths(self) -> list[int]:
-        lines = [self._head, *map(self._texts, self._rows)]
-        return [max(map(len, texts)) for texts in zip(*lines, strict=True)]
-
     def _too_much(self, gap: str) -> int:
         return sum(self._widths) + len(gap) * (len(self._widths) - 1) - _MOST_CHARACTERS
 
@@ -120,12 +117,20 @@ def breakdown(profile: Profile) -> str:
     """Print what the memory is used for at the peak, measured or predicted."""
     parts = segments(profile)
     whole = max(1, sum(parts.values()))
-    totals = _totals(profile)
     lines = [heading(profile)]
-    lines += [_breakdown_line(name, size, size / whole) for name, size in parts.items()]
-    lines += [f"{name:<16}  {format_bytes(size):>9}" for name, size in totals.items()]
-    if phase := profile.phase_of_peak:
-        lines[-len(totals)] += f"   in the {phase.words}"
+    for name, size in parts.items():
+        share = size / whole
+        lines.append(f"{name:<16}  {format_bytes(size):>9}  {share * 100:>4.0f} %  {'█' * max(1, round(share * 24))}")
+    where = f"   in the {profile.phase_of_peak.words}" if profile.phase_of_peak else ""
+    totals = {
+        "peak allocated": profile.peak_allocated_bytes,
+        "peak reserved": profile.peak_reserved_bytes,
+        "device used": profile.driver_bytes if isinstance(profile, Measurement) else None,
+        "on host": profile.host_bytes or None,
+    }
+    for name, total in totals.items():
+        if total is not None:
+            lines.append(f"{name:<16}  {format_bytes(total):>9}{where if name == 'peak allocated' else ''}")
     return "\n".join(lines)
 
 
@@ -149,17 +154,3 @@ def _note_lines(note: str) -> list[str]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _MOST_CHARACTERS, subsequent_indent="  ")
-
-
-def _breakdown_line(name: str, size_bytes: int, share: float) -> str:
-    return f"{name:<16}  {format_bytes(size_bytes):>9}  {share * 100:>4.0f} %  {'█' * max(1, round(share * 24))}"
-
-
-def _totals(profile: Profile) -> dict[str, int]:
-    totals = {
-        "peak allocated": profile.peak_allocated_bytes,
-        "peak reserved": profile.peak_reserved_bytes,
-        "device used": profile.driver_bytes if isinstance(profile, Measurement) else None,
-        "on host": profile.host_bytes or None,
-    }
-    return {name: size for name, size in totals.items() if size is not None}

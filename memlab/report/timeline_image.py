@@ -6,21 +6,12 @@ What is predicted is paler than what is measured, and outlined with dashes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memlab.errors import MemlabError
 from memlab.records import Phase, Prediction, Profile, TimelinePoint
 from memlab.report import canvas
-from memlab.report.segments import (
-    Stretch,
-    categories_of,
-    heading,
-    no_timeline,
-    scale,
-    stretches,
-    swatch,
-    time_scale,
-)
+from memlab.report.segments import Stretch, categories_of, heading, no_timeline, scale, stretches, swatch, time_scale
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -78,9 +69,8 @@ def _drawn(profiles: Sequence[Profile], title: str = "", budget_bytes: int | Non
         _draw_phases(band, profile.timeline, factor, whole_seconds)
         band.tick_params(labelbottom=number == len(profiles) - 1)
         if not title:
-            memory.set_title(
-                profile.plan, loc="left", fontsize=10, color=canvas.INK, family=canvas.FONT, parse_math=False, pad=3
-            )
+            style: dict[str, Any] = {"color": canvas.INK, "family": canvas.FONT, "parse_math": False, "fontsize": 10}
+            memory.set_title(profile.plan, loc="left", pad=3, **style)
     canvas.label_x(band, f"time in the step, {time_name}{_short_phases(profiles, whole_seconds)}")
     live = [point.live_bytes for profile in profiles for point in profile.timeline]
     is_predicted = all(isinstance(profile, Prediction) for profile in profiles)

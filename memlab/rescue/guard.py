@@ -231,14 +231,18 @@ class GuardedCall:
 
     def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         self._require_untouched()
-        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        # views, whose gradients are not handed to hooks of the loop's tensors
+        leaves = list(self._leaves)
+        for position in self._inputs:
+            leaves[position] = leaves[position].view_as(leaves[position])
+        args, kwargs = tree_unflatten(leaves, self._spec)
         now = self._before.now()
         self._before.restore()
         with self._autocast.entered():
             made = at(self._run(*args, **kwargs), self._paths)
         now.restore()
         pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
-        sources = [*(self._leaves[i] for i in self._inputs), *self._aliases.originals]
+        sources = [*(leaves[i] for i in self._inputs), *self._aliases.originals]
         return torch.autograd.grad(
             [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
         )

@@ -39,17 +39,23 @@ class Aliases:
         """Modules see the aliases; what was there comes back whatever happens."""
         return self._seen([alias for _, _, _, alias in self._sites])
 
-    def originals_in_place(self) -> AbstractContextManager[None]:
-        """Modules see the originals: those of the call, where `torch.func.functional_call` made it with other tensors."""
-        return self._seen([original for _, _, original, _ in self._sites])
+    @contextmanager
+    def originals_in_place(self) -> Iterator[list[torch.Tensor]]:
+        """Modules see the originals: those of the call, where `torch.func.functional_call` made it with other tensors.
+
+        As views, whose gradients are not handed to hooks of the originals; these come in their order.
+        """
+        views = {id(original): original.view_as(original) for original in self.originals}
+        with self._seen([views[id(original)] for _, _, original, _ in self._sites]):
+            yield [*views.values()]
 
     @contextmanager
-    def _seen(self, tensors: Sequence[nn.Parameter]) -> Iterator[None]:
+    def _seen(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         # not always the originals: `torch.func.functional_call` puts other tensors there for the length of a call
         before = [module._parameters[name] for module, name, _, _ in self._sites]
         try:
             for (module, name, _, _), tensor in zip(self._sites, tensors, strict=True):
-                module._parameters[name] = tensor
+                module._parameters[name] = tensor  # type: ignore[assignment] # as `functional_call` does
             self._refresh_recurrent()
             yield
         finally:
@@ -139,3 +145,15 @@ def is_shared(tensor: torch.Tensor) -> bool:
         (False, False, True)
     """
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
+
+
+def is_saved(parameter: torch.Tensor) -> bool:
+    """Return whether autograd has saved a parameter itself, and is to read its values in a backward pass.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> is_saved(weight), (penalty := weight.square().sum()).item(), is_saved(weight)
+        (False, 2.0, True)
+    """
+    # beside the tensor, the node that adds its gradient up holds it
+    return bool(parameter._use_count() > 1 + parameter.requires_grad)  # type: ignore[attr-defined]

@@ -39,3 +39,15 @@ def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         for context in tuple(around):
             contexts.enter_context(context(roots))
         return _original(roots, *args, **kwargs)
+
+
+def is_added(node: Any) -> bool:
+    """Return whether the backward pass under way adds a gradient at a node; `torch.autograd.grad` adds none at leaves.
+
+    Args:
+        node: one that adds gradients to a leaf.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was asked for
+        return False

@@ -47,11 +47,18 @@ class CallHook:
         model: the model whose call is taken over; held weakly.
         handler: called with the original forward, its positional and its keyword arguments.
         traced: called before a call that is traced (`torch.export`, `torch.jit.trace`); what it raises ends that.
+        replicated: likewise, before a call of a copy that `torch.nn.DataParallel` makes for another GPU.
     """
 
-    def __init__(self, model: nn.Module, handler: ForwardHandler, traced: Callable[[], object] = bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        handler: ForwardHandler,
+        traced: Callable[[], object] = bool,
+        replicated: Callable[[], object] = bool,
+    ) -> None:
         self._model = weakref.ref(model)
-        self._traced = traced
+        self._traced, self._replicated = traced, replicated
         self._handler: ForwardHandler | None = handler
         # what stood in its place before, compiled code or another hook; None for torch's own call
         self.further_in: Callable[..., Any] | None = None
@@ -66,6 +73,10 @@ class CallHook:
             return model._call_impl(*args, **kwargs)
         if torch._C._get_tracing_state() is not None:
             self._traced()
+        called = sys._getframe(1).f_locals.get("self")
+        if getattr(called, "_is_replica", False):  # with all attributes of the model, this hook too
+            self._replicated()
+            return called._call_impl(*args, **kwargs)  # type: ignore[union-attr]
         call = self.further_in or model._call_impl
         if not self._takes_over():
             return call(*args, **kwargs)

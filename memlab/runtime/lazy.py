@@ -68,7 +68,9 @@ class LazyTensor(torch.Tensor):
         if self._value is None:
             if self._compute is None:
                 raise SessionError(self._expired)
-            with torch.set_grad_enabled(self._grad_enabled):
+            # the graph is the value's own: `torch.utils.checkpoint` counts what a function of the loop's saves
+            hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+            with torch.set_grad_enabled(self._grad_enabled), hooks:
                 self._value = self._compute() if self._origin is None else self._compute(self._origin.value())
             self._compute = None
         return self._value
@@ -84,7 +86,19 @@ class LazyTensor(torch.Tensor):
 
     def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
         """The same values, with an identity in the graph that changes their gradient."""
-        return LazyTensor(self.shape, self.dtype, self.device, pass_through).follow(self, pass_through)
+
+        def gradients(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+            inner = self.value().detach().requires_grad_()
+            with torch.enable_grad():
+                outer = pass_through(inner)
+            return torch.autograd.grad(outer, inner, gradient, create_graph=torch.is_grad_enabled())
+
+        made: LazyTensor = with_graph(
+            lambda: LazyTensor(self.shape, self.dtype, self.device, pass_through).follow(self, pass_through),
+            (self,),
+            gradients,
+        )
+        return made
 
     @classmethod
     def __torch_function__(
@@ -109,6 +123,42 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.value().detach().clone()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+Gradients = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
+
+
+def with_graph(make: Callable[[], LazyTensor], sources: Sequence[torch.Tensor | None], gradients: Gradients) -> Any:
+    """Make a lazy tensor that has a graph, for what takes it past Python: an `autograd.Function`, compiled code, `vmap`.
+
+    Args:
+        make: makes it.
+        sources: what its value is computed from.
+        gradients: gives theirs from that of the value; with a graph where gradients are enabled.
+    """
+    return _WithGraph.apply(make, gradients, *sources)  # type: ignore[no-untyped-call]
+
+
+class _WithGraph(torch.autograd.Function):
+    """The node of a lazy tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, make: Callable[[], LazyTensor], gradients: Gradients, *sources: torch.Tensor | None
+    ) -> LazyTensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(*sources)
+        with torch.enable_grad():
+            return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _ = ctx.saved_tensors  # torch's own error where they have been written to, or the graph is gone
+        return (None, None, *ctx.gradients(gradients[0]))
 
 
 def real(leaf: Any) -> Any:

@@ -33,8 +33,10 @@ from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
 from memlab.scaleout import one_rank
 from memlab.scaleout.one_rank import Resized, tell_resizes
+from memlab.scaleout.own_backward import OwnBackward
 from memlab.scaleout.replica import Replica, refuse_hooks
 from memlab.session.in_force import InForce
+from memlab.techniques.base import ModelCall
 from memlab.techniques.scale import LiveEngine
 
 Optimizer = torch.optim.Optimizer
@@ -54,6 +56,7 @@ class InKernel(LiveEngine):
         self._optimizers: list[Optimizer] = []
         self._storage_resized: Resized = lambda _storage: None
         self._is_under_way = False  # a call, a backward pass or a step; afterwards, whether one has failed
+        self._updates = 0
 
     # -- on ------------------------------------------------------------------------------------
 
@@ -106,17 +109,43 @@ class InKernel(LiveEngine):
 
     # -- training ------------------------------------------------------------------------------
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        output = self._called("forward", args, kwargs)
+    def call(self, own: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._is_users:
+            return own(*args, **kwargs)
+        again = OwnBackward(
+            self.workload.model, own, args, kwargs,
+            device=self.device, is_apart=self._is_apart, updates=lambda: self._updates,
+        )  # fmt: skip
+        return again.run(self._trained)
+
+    def _trained(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        output, kept = self._called("forward", args, kwargs)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-        return output
+        return output, kept
 
-    def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._called("evaluate", args, kwargs)
+    def evaluate(self, own: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return own(*args, **kwargs) if self._is_users else self._called("evaluate", args, kwargs)[0]
 
-    def _called(self, moment: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    @property
+    def _is_apart(self) -> bool:
+        """Return whether the engine's graph is kept apart from the loop's; what hooks keep of it would not be found there."""
+        return not any(
+            module._forward_hooks for module in self.workload.model.modules() if module is not self.workload.model
+        )
+
+    @property
+    def _is_users(self) -> bool:
+        """Return whether the loop calls the model with weights, or on tensors, that an engine does not know (`torch.func`)."""
+        return torch._C._are_functorch_transforms_active() or any(
+            not isinstance(tensor, nn.Parameter)
+            for module in self.workload.model.modules()
+            for tensor in module._parameters.values()
+            if tensor is not None
+        )
+
+    def _called(self, moment: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
         self._recover()
         assert self._replica is not None
         assert self._techniques is not None
@@ -124,9 +153,10 @@ class InKernel(LiveEngine):
         self._replica.follow()
         with self._under_way():
             try:
-                return call(*args, **kwargs)
+                output = call(*args, **kwargs)
             finally:
-                self._replica.carry_back()
+                kept = self._replica.carry_back()
+        return output, kept
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -156,6 +186,9 @@ class InKernel(LiveEngine):
             for optimizer in optimizers:
                 self.add_optimizer(optimizer)
 
+    def step_ended(self) -> None:
+        self._updates += 1
+
     @abstractmethod
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under the engine."""
@@ -165,7 +198,10 @@ class InKernel(LiveEngine):
     def give_back(self) -> None:
         if self._replica is None:
             return
-        values = [_with_stride(parameter.detach(), self.device, stride) for parameter, stride in self._shown_parameters]
+        values = [
+            torch.empty_strided(shown.shape, stride, dtype=shown.dtype, device=self.device).copy_(shown.detach())
+            for shown, stride in self._shown_parameters
+        ]
         gradients = [None if p.grad is None else p.grad.to(self.device, copy=True) for p, _ in self._shown_parameters]
         for (parameter, _), value, gradient in zip(self._shown_parameters, values, gradients, strict=True):
             show(parameter, value, gradient)
@@ -203,10 +239,6 @@ def show(parameter: nn.Parameter, data: torch.Tensor, gradient: torch.Tensor | N
     parameter.grad = None
     parameter.data = data
     parameter.grad = gradient
-
-
-def _with_stride(value: torch.Tensor, device: torch.device, stride: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device).copy_(value)
 
 
 def _ignore_deprecations() -> None:

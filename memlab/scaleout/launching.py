@@ -143,7 +143,9 @@ def _folder(workload: Workload, scale: Scale) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="memlab-"))
     try:
         size_bytes = 2 * sum(tensor.nbytes for tensor in tensors.all_of(workload).values())
-        offloaded_bytes = _offloaded_bytes(workload) if scale.uses_files else 0
+        trained = sum(parameter.numel() for parameter in workload.model.parameters() if parameter.requires_grad)
+        # DeepSpeed keeps each trained parameter, its gradient and two moments in files, in fp32
+        offloaded_bytes = 16 * trained if scale.uses_files else 0
         free_bytes = shutil.disk_usage(folder).free
         if size_bytes + offloaded_bytes > free_bytes:
             offloaded = f", and {format_bytes(offloaded_bytes)} are offloaded to others" if offloaded_bytes else ""
@@ -154,11 +156,6 @@ def _folder(workload: Workload, scale: Scale) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _offloaded_bytes(workload: Workload) -> int:
-    """Return what DeepSpeed keeps in files of each trained parameter: itself, its gradient and two moments, in fp32."""
-    return 16 * sum(parameter.numel() for parameter in workload.model.parameters() if parameter.requires_grad)
 
 
 @contextmanager
@@ -258,25 +255,19 @@ def _listen(
         if message.kind == STARTED:
             status.started.add(message.rank)
         elif message.kind == STEP:
-            status.reached[message.rank] = content["step"]
-            if content["peak_bytes"] is not None:
-                status.peak_bytes[message.rank] = content["peak_bytes"]
+            step = StepRecord(**content)
+            status.reached[message.rank] = step.step
+            if step.peak_allocated_bytes is not None:
+                status.peak_bytes[message.rank] = step.peak_allocated_bytes
             if message.rank == 0:
-                status.steps.append(_step(content))
-                progress(_line(status.steps[-1], nproc, status.peak_bytes))
+                status.steps.append(step)
+                progress(_line(step, nproc, status.peak_bytes))
         elif message.kind == SAID:
             say(content["text"])
         elif message.kind == DONE:
             status.done.add(message.rank)
         elif message.kind == FAILED:
             status.failed.append(message)
-
-
-def _step(content: Mapping[str, Any]) -> StepRecord:
-    return StepRecord(
-        content["step"], "rank 0", content["seconds"], content["samples"], content["tokens"], content["peak_bytes"],
-        loss=content["loss"],
-    )  # fmt: skip
 
 
 def _line(step: StepRecord, nproc: int, peak_bytes: Mapping[int, int]) -> str:

@@ -4,7 +4,7 @@
    configurations and whatever else a module holds are the same objects.
 2. What leads from an attribute to a module or a parameter (lists, dicts, bound methods, partials) leads to the new one.
 3. What the user changes on a module between calls (train or eval mode, a rate of dropout, a buffer, hooks) is carried
-   over before a call, and buffers that a call replaces are carried back.
+   over before a call; buffers that a call replaces, and attributes that it sets, are carried back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.runtime.hooks import CALL, own_attributes
+from memlab.runtime.tree import tensors_in
 
 _MOST_ENTRIES = 10_000  # longer containers are data
 _CONTAINERS = (list, tuple, dict, set)
@@ -48,7 +49,9 @@ class Replica:
         for parameter in model.parameters():
             self._made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
         self._pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
+        self._given: dict[nn.Module, dict[str, Any]] = {}  # what the second of a module was given, or has set itself
         self.model: nn.Module = self._second(model)
+        self._users_of = {id(second): module for module, second, _ in self._pairs}
         # hooks of the outermost module run when the user's is called
         for key in [key for key in vars(model) if is_hooks(key)]:
             vars(self.model)[key] = type(vars(model)[key])()
@@ -72,7 +75,7 @@ class Replica:
                         seen[key] = now
                 elif value is not seen.get(key) and not _is_table(key) and key != "forward":
                     seen[key] = value
-                    vars(second)[key] = self._mapped(value)
+                    vars(second)[key] = self._given[module][key] = self._mapped(value)
             second._buffers.update(module._buffers)
 
     def _follow_hooks(self, seconds: dict[int, Any], hooks: dict[int, Any], known: list[int]) -> None:
@@ -86,12 +89,26 @@ class Replica:
         seconds.clear()
         seconds.update(first | users | last)
 
-    def carry_back(self) -> None:
-        """Give the user's modules the buffers that a call has replaced."""
-        for module, second, _ in self._pairs:
+    def carry_back(self) -> list[str]:
+        """Give the user's modules the buffers that a call has replaced, and the attributes that it has set.
+
+        Returns:
+            Names of attributes that were given tensors with a graph.
+        """
+        kept = []
+        for module, second, seen in self._pairs:
             for key, value in second._buffers.items():
                 if module._buffers.get(key) is not value:
                     module._buffers[key] = value
+            # an engine sets attributes of its own
+            names = _named_in(type(module))  # type: ignore[arg-type] # mypy asks for the hash of a module
+            for key in names & vars(second).keys() - {"forward"}:
+                value = vars(second)[key]
+                if value is not self._given[module].get(key, self):
+                    self._given[module][key] = value
+                    vars(module)[key] = seen[key] = self._users_of.get(id(value), value)
+                    kept += [key] if any(t.grad_fn is not None for t in tensors_in(value)) else []
+        return kept
 
     def _require_same_parameters(self) -> None:
         for name, parameter in self._users.named_parameters():
@@ -123,6 +140,7 @@ class Replica:
         self._pairs.append((module, second, seen))
         for key, value in own.items():
             vars(second)[key] = self._table(value) if _is_table(key) else self._mapped(value)
+        self._given[module] = dict(vars(second))
         return second
 
     def _table(self, table: Any) -> Any:
@@ -185,6 +203,21 @@ def _no_second(reason: str) -> RefusalError:
 def is_hooks(key: str) -> bool:
     """Return whether an attribute of a module is a table of hooks, or of their options."""
     return key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+@functools.cache
+def _named_in(kind: type) -> frozenset[str]:
+    """Names in the methods of a class of the user's, and in code within them."""
+    codes = [
+        function.__code__
+        for base in kind.__mro__
+        if not base.__module__.startswith("torch.nn.")
+        for function in vars(base).values()
+        if isinstance(function, types.FunctionType)
+    ]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(name for code in codes for name in code.co_names)
 
 
 def _is_table(key: str) -> bool:

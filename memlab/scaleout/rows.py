@@ -33,18 +33,15 @@ from memlab.techniques.base import ModelCall
 
 
 class Rows:
-    """One rank's share of every training call.
-
-    Args:
-        engine: runs the model.
-        around: puts what surrounds a call of the model around it.
-        accumulation: micro-batches that a rank's rows are split into.
-        name: how errors call the model.
-        seed: from which the ranks' random numbers start.
-    """
+    """One rank's share of every training call."""
 
     def __init__(
-        self, engine: Engine, around: Callable[[ModelCall], ModelCall], accumulation: int, name: str, seed: int
+        self,
+        engine: Engine,  # runs the model
+        around: Callable[[ModelCall], ModelCall],  # puts what surrounds a call of the model around it
+        accumulation: int,  # micro-batches that a rank's rows are split into
+        name: str,  # how errors call the model
+        seed: int,  # from which the ranks' random numbers start
     ) -> None:
         self._engine = engine
         self._around = around
@@ -64,7 +61,9 @@ class Rows:
         layout = self._probe.layout(whole)
         each = self._micro_batches_for(layout.rows)
         parts = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, self._ranks * each)]
-        weights = {i: _shares_of(every) for i, every in self._probe.weights(whole, layout, parts).items()}
+        weights = self._probe.weights(whole, layout, parts)
+        # without a target in any of the parts, each gives its share of the model's own answer, 0/0
+        weights = {i: every if any(every) else [1 / len(every)] * len(every) for i, every in weights.items()}
         joins = self._probe.joins(whole)
         own = slice(self._rank * each, (self._rank + 1) * each)
         share = Division(parts[own], layout, {i: every[own] for i, every in weights.items()}, joins)
@@ -134,11 +133,6 @@ class Rows:
         finally:
             self._random = RandomState()
             loops.restore()
-
-
-def _shares_of(weights: list[float]) -> list[float]:
-    """Weights of parts; without a target in any of them, each gives its share of the model's own answer, 0/0."""
-    return weights if any(weights) else [1 / len(weights)] * len(weights)
 
 
 class _Sum(torch.autograd.Function):

@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -72,6 +72,7 @@ class RankLoop:
         self._plan = Scale.parse(job.scale).plan
         self._rows = Rows(engine, self._around, self._plan.accumulation, job.name, job.seed)
         self._meter.plan_changed(self._plan)
+        self._name = f"rank {dist.get_rank()}"
         self._last_said = 0
 
     def __enter__(self) -> Self:
@@ -113,16 +114,11 @@ class RankLoop:
         self._meter.step_ended(optimizer)
         for step in self._meter.times.steps_after(self._last_said):
             self._last_said = step.step
-            self._sender.say(
-                STEP, step=step.step, seconds=step.seconds, loss=step.loss, samples=step.samples, tokens=step.tokens,
-                peak_bytes=step.peak_allocated_bytes,
-            )  # fmt: skip
+            self._sender.say(STEP, **asdict(replace(step, plan=self._name)))
 
-    def measurement(self, label: str) -> Measurement | None:
-        """Memory and speed of this rank, under a name of its own; None before a step has ended."""
-        if not self._last_said:
-            return None
-        return replace(self._meter.measurement(self._plan), plan=label)
+    def measurement(self) -> Measurement | None:
+        """Memory and speed of this rank, under its name; None before a step has ended."""
+        return replace(self._meter.measurement(self._plan), plan=self._name) if self._last_said else None
 
 
 class _Output(io.TextIOBase):
@@ -192,9 +188,11 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     clipping.engine_clips = engine.clip
     random_state = opened["random"]
     restore_random_states(random_state, device)
-    with RankLoop(workload, engine, job, sender, techniques, meter) as watched, _output_sent(sender, rank):
+    # what the other ranks print would only repeat it
+    output = _Output(sender) if rank == 0 else io.StringIO()
+    with RankLoop(workload, engine, job, sender, techniques, meter) as watched, contextlib.redirect_stdout(output):
         value = opened["train"](workload) if opened["takes_workload"] else opened["train"]()
-        measured = watched.measurement(f"rank {rank}")
+        measured = watched.measurement()
     if measured is not None:
         (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(job.name, (measured,))).to_json())
     techniques.change(Plan())  # moments go back as they came
@@ -212,13 +210,6 @@ def _device(job: RankJob) -> torch.device:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
-
-
-@contextlib.contextmanager
-def _output_sent(sender: Sender, rank: int) -> Iterator[None]:
-    """Send on what rank 0 prints; what the others print would only repeat it."""
-    with contextlib.redirect_stdout(_Output(sender) if rank == 0 else io.StringIO()):
-        yield
 
 
 _original = nn.utils.clip_grad_norm_

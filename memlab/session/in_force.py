@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -85,16 +85,7 @@ def check_all(
 
 
 class InForce:
-    """The techniques in force on a workload.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        >>> in_force = InForce(Workload(model, torch.optim.AdamW(model.parameters())))
-        >>> in_force.change(Plan.parse("--accumulate 2"))
-        >>> [type(technique).__name__ for technique in in_force.techniques]
-        ['Accumulation']
-        >>> in_force.change(Plan())
-    """
+    """The techniques in force on a workload."""
 
     def __init__(self, workload: Workload, host: Host | None = None) -> None:
         self.plan = Plan()  # the plan in force
@@ -109,16 +100,9 @@ class InForce:
         self._in_call: set[int] = set()  # threads
 
     def change(self, plan: Plan, *, to_the_end: bool = False) -> None:
-        """Put another plan in force: wholly, or not at all.
+        """Put another plan in force: wholly, or not at all; after an error the old one is.
 
-        Args:
-            plan: the plan.
-            to_the_end: complete the change before a Ctrl-C that comes into the middle of it is delivered;
-                otherwise it takes the change back.
-
-        Raises:
-            RefusalError: a technique does not apply here; the old plan stays in force, as after any other
-                error (out of memory, a technique's own).
+        A Ctrl-C that comes into the middle takes the change back; with `to_the_end` it is delivered when that is complete.
         """
         coming = self._coming(plan)
         check_all(coming, self._workload, self.optimizers, self.techniques)
@@ -143,7 +127,6 @@ class InForce:
         return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Ask every technique in force whether it can serve one more optimizer."""
         for technique in self.techniques:
             technique.check_optimizer(optimizer)
 
@@ -165,21 +148,20 @@ class InForce:
 
     # -- whose turn it is ----------------------------------------------------------------------
 
-    @property
-    def is_in_call(self) -> bool:
-        """Return whether this thread is in a call of the model."""
-        return threading.get_ident() in self._in_call
-
-    def call_begins(self) -> None:
-        """Tell the techniques that the loop calls the model."""
-        self._in_call.add(threading.get_ident())
-        for technique in self.techniques:
-            technique.taken_over()
-
-    def call_ended(self) -> None:
-        """Tell the techniques that the call is over and the loop goes on."""
-        self._in_call.discard(threading.get_ident())
-        self._hand_back()
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Tell the techniques that the loop calls the model, and when it goes on; a call within a call is part of it."""
+        thread = threading.get_ident()
+        is_within = thread in self._in_call
+        try:
+            self._in_call.add(thread)
+            for technique in self.techniques:
+                technique.taken_over()
+            yield
+        finally:
+            if not is_within:
+                self._in_call.discard(thread)
+                self._hand_back()
 
     def _hand_back(self) -> None:
         # a plan may change within a call, and for another thread the loop may still be in one
@@ -282,9 +264,8 @@ class InForce:
         self._refresh()
 
     def _extend(self, optimizer: Optimizer) -> None:
-        for kind in TECHNIQUES:
-            if kind in self._entries:
-                self._attach(self._entries[kind], optimizer)
+        for technique in self.techniques:
+            self._attach(self._entries[type(technique)], optimizer)
 
     def _attach(self, entry: _Entry, optimizer: Optimizer) -> None:
         technique = entry.technique

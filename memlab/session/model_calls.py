@@ -15,6 +15,7 @@ from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.workload import Batch
 from memlab.session.tape import recorder_here
+from memlab.techniques.base import Technique
 
 if TYPE_CHECKING:
     from memlab.session.session import Session
@@ -35,6 +36,20 @@ class ModelCalls:
             refusal.in_loop = True
             raise
 
+    def refuse_replicas(self) -> None:
+        """Refuse settings around calls and parts of the model, where copies of it on several GPUs are called."""
+        session = self._session
+        around = [t for t in session.techniques if t.changes_modules or type(t).forward is not Technique.forward]
+        if around:
+            refusal = RefusalError(
+                "session",
+                f"DataParallel calls copies of {session.workload.name} on several GPUs, which {session.plan.label} does not reach",
+                "use one GPU (CUDA_VISIBLE_DEVICES=0), or one process for each: %%memfit --nproc 2 --scale ddp",
+            )
+            refusal.in_loop = True
+            raise refusal
+        session.usage.was_replicated = True
+
     def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one call; a training call may first bring another plan into force."""
         recorder = recorder_here()
@@ -44,14 +59,8 @@ class ModelCalls:
         return self._run_wholly(original, *args, **kwargs)
 
     def _run_wholly(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        in_force = self._session.switching.in_force
-        is_within = in_force.is_in_call
-        try:
-            in_force.call_begins()
+        with self._session.in_force.call():
             return self._run(original, args, kwargs)
-        finally:
-            if not is_within:
-                in_force.call_ended()
 
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         session = self._session

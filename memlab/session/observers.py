@@ -16,18 +16,6 @@ class Observers:
     """Observers in the order in which they are told.
 
     One of memlab's own that fails is told no more: it must not end the user's loop.
-
-    Example:
-        >>> from memlab.runtime.observer import Observer
-        >>> class Counting(Observer):
-        ...     steps = 0
-        ...     def step_boundary(self):
-        ...         self.steps += 1
-        >>> counting, observers = Counting(), Observers(print)
-        >>> observers.add(counting)
-        >>> observers.tell("step_boundary")
-        >>> counting.steps
-        1
     """
 
     def __init__(self, said: Callable[[str], None]) -> None:

@@ -34,12 +34,7 @@ _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
 
 
 class Rollback:
-    """State that a plan change may alter, as it is now.
-
-    Args:
-        model: the model; structure, not values: tensors are held by reference.
-        optimizers: its optimizers.
-        owned: techniques in force and what else of memlab's own must come back.
+    """State that a plan change may alter, as it is now: of a model, its optimizers, and what is `owned` by memlab.
 
     Example:
         >>> model = nn.Linear(2, 2)

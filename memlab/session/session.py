@@ -53,11 +53,6 @@ class Session:
     Attributes:
         workload: the live objects.
         log: what was done when.
-        observers: who is told about steps.
-        in_force: the plan in force and its techniques.
-        usage: how the loop uses the model, and which settings have no effect because of that.
-        switching: when the plan changes, for whoever has to change it at once.
-        rescuer: as given.
 
     Raises:
         RefusalError: the model cannot be taken over at all (compiled, sharded).
@@ -232,11 +227,7 @@ class Session:
             self._rest = _Rest(steps)
 
     def wake(self, *, within_step: bool = False) -> None:
-        """End a rest; harmless when there is none.
-
-        Args:
-            within_step: whether the loop may be between a model call and its step.
-        """
+        """End a rest, which may be between a model call and its step; harmless when there is none."""
         rest, self._rest = self._rest, None
         if rest is None:
             return
@@ -273,7 +264,7 @@ class Session:
         with uninterrupted(), ExitStack() as hooks:
             together.by_model[self._model_id] = self
             hooks.callback(together.by_model.pop, self._model_id, None)
-            self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced)
+            self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced, self._calls.refuse_replicas)
             self._call_hook.install(hooks)
             for optimizer in self.workload.optimizers:
                 self._add_optimizer(optimizer, hooks)

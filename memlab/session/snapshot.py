@@ -7,7 +7,8 @@ not change what is being measured.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,13 +36,28 @@ class Snapshot:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._spill = Spill(resolve_tier(Tier.AUTO, workload.device, "snapshot"))
-        self._tensors = {name: self._spill.store(tensor) for name, tensor in _named_tensors(workload)}
+        tensors = chain(workload.model.named_parameters(), workload.model.named_buffers())
+        self._tensors = {name: self._spill.store(tensor) for name, tensor in tensors}
         self._gradients = {
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
         }
         self._states = [self._state_of(optimizer) for optimizer in workload.optimizers]
-        self._packed = [_packed_of(optimizer) for optimizer in workload.optimizers]
-        self._groups = [_settings_of(optimizer) for optimizer in workload.optimizers]
+        # state that answers to other names than it is kept under, without what is kept
+        self._packed = [
+            {
+                key: state.around({})
+                for key, state in optimizer.state.items()
+                if isinstance(state, PackedState) and state.closed is None
+            }
+            for optimizer in workload.optimizers
+        ]
+        self._groups = [
+            [
+                {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+                for group in each.param_groups
+            ]
+            for each in workload.optimizers
+        ]
         self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self._training = {name: module.training for name, module in workload.model.named_modules()}
         # what else training changes: attributes, globals, generators of the model's own
@@ -52,7 +68,7 @@ class Snapshot:
         workload = self._workload
         self._reached.restore()
         with torch.no_grad():
-            for name, tensor in _named_tensors(workload):
+            for name, tensor in chain(workload.model.named_parameters(), workload.model.named_buffers()):
                 tensor.copy_(self._tensors[name])
             for name, parameter in workload.model.named_parameters():
                 saved = self._gradients.get(name)
@@ -74,24 +90,6 @@ class Snapshot:
 
     def _copied(self, value: Any) -> Any:
         return self._spill.store(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _named_tensors(workload: Workload) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from workload.model.named_parameters()
-    yield from workload.model.named_buffers()
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _packed_of(optimizer: torch.optim.Optimizer) -> dict[Any, PackedState]:
-    """State that answers to other names than it is kept under, by parameter, without what is kept."""
-    states = {key: state for key, state in optimizer.state.items() if isinstance(state, PackedState)}
-    return {key: state.around({}) for key, state in states.items() if state.closed is None}
 
 
 def _restore_optimizer(

@@ -60,11 +60,7 @@ class Stepping:
     def begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], call: FrameType
     ) -> tuple[Any, Any] | None:
-        """Take over a step that begins.
-
-        Returns:
-            Arguments for the original step, or None to let it run as it was called.
-        """
+        """Take over a step that begins: return arguments for the original step, or None to let it run as it was called."""
         has_closure = callable(kwargs.get("closure")) or any(map(callable, args[1:]))  # Accelerate passes None
         caller = call.f_back
         if self._session.position.own_step is not None and caller is not None:

@@ -102,16 +102,9 @@ class Switching:
     # -- changing ------------------------------------------------------------------------------
 
     def change(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False, on_trial: bool = False) -> None:
-        """Change to another plan at once, from whatever thread training has come to.
+        """Change to another plan at once, from whatever thread training has come to; see `Session.switch` and `InForce.change`.
 
-        Args:
-            plan: the plan.
-            noted: write it into the log. A change that is not noted serves the plan that was asked for last.
-            to_the_end: a Ctrl-C that comes meanwhile does not take the change back.
-            on_trial: go back to the plan before, should this one turn out not to apply while the loop runs.
-
-        Raises:
-            RefusalError: a technique does not apply here; the old plan stays in force.
+        A change that is not `noted` is not in the log: it serves the plan that was asked for last.
         """
         self._position.end_own_step()
         require_compatible(self._workload, plan, [each.workload for each in self._companions()])
@@ -174,11 +167,7 @@ class Switching:
     # -- going back ----------------------------------------------------------------------------
 
     def falls_back(self, error: BaseException) -> bool:
-        """Go back to the plan before, where an error says that a plan on trial does not apply.
-
-        Returns:
-            Whether it is back, and the work that raised the error is to be done again.
-        """
+        """Go back to the plan before, where an error says that a plan on trial does not apply; then the work is to be done again."""
         if not self._before or not self._is_trial_over(error):
             return False
         refused = self.in_force.plan
@@ -199,12 +188,7 @@ class Switching:
         return True
 
     def give_up(self, error: MemlabError, before: Plan) -> None:
-        """Go back from a plan whose refusal has ended the loop: the next one would end as well.
-
-        Args:
-            error: what ended the loop.
-            before: the plan in force when the loop began.
-        """
+        """Go back from a plan whose refusal has ended the loop, to the one `before` the loop: the next one would end as well."""
         refused, named = self.in_force.plan, getattr(error, "technique", "")
         if not isinstance(error, RefusalError | SessionError):
             return  # a plan that memory has run out under is none that does not apply

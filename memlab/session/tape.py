@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,12 +114,10 @@ class Tape:
 
 
 def tape_of(workloads: Sequence[Workload]) -> Tape | None:
-    """Return the step that was recorded of the loop that trains models; None where none was.
-
-    For one model also where its batch and its own loss say as much as the tape, or more.
+    """Return the recorded step of the loop that trains models; None without one, or where one model's batch says as much.
 
     Raises:
-        WorkloadError: one of several models was, and cannot be run again.
+        WorkloadError: the step of several models cannot be run again.
     """
     tape = workloads[0].tape
     if tape is None or not tape.is_of(workloads):
@@ -164,7 +163,7 @@ class Recorder(UncompiledMode):
         self._places = {
             id(tensor): _Part(number, place)
             for number, model in enumerate(models)
-            for place, tensor in enumerate(_parts_of(model))
+            for place, tensor in enumerate(chain(model.parameters(), model.buffers()))
         }
         self._known: dict[int, _Alive] = {}
         self._gone: deque[_Alive] = deque()
@@ -210,7 +209,12 @@ class Recorder(UncompiledMode):
         models = tuple(weakref.ref(model) for model in self._models)
         optimizers = tuple(weakref.ref(optimizer) for optimizer in self._optimizers)
         given = {number: _reference(tensor) for number, (tensor, _) in self._given.items()}
-        written = {number for number, (tensor, version) in self._given.items() if _may_be_written(tensor, version)}
+        # written to, or maybe without a trace, as running statistics are
+        written = {
+            number
+            for number, (tensor, version) in self._given.items()
+            if version is None or tensor._version != version or tensor.nbytes <= SMALL_BYTES
+        }
         calls = sum(isinstance(entry.what, _Call) for entry in whole)
         is_plain = calls == self._losses == 1 and not self._keeps_gradients
         kinds = [type(entry.what) for entry in whole]
@@ -305,13 +309,13 @@ class Recorder(UncompiledMode):
     def _entry(self, what: Any, arguments: Any) -> _Entry:
         self._note_gone(self._entries[-1].after if self._entries else [])
         leaves, structure = flatten(arguments)
-        entry = _Entry(what, [self._leaf(leaf) for leaf in leaves], structure, _mode())
+        entry = _Entry(what, [self._leaf(what, leaf) for leaf in leaves], structure, _mode())
         self._entries.append(entry)
         if len(self._entries) > _MOST_ENTRIES:
             self._problem = f"the loop calls more than {_MOST_ENTRIES:,} functions in one step"
         return entry
 
-    def _leaf(self, leaf: Any) -> Any:
+    def _leaf(self, what: Any, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             if holds_tensors(leaf):
                 self._problem = f"what is in a {type(leaf).__name__} is not known"
@@ -322,13 +326,16 @@ class Recorder(UncompiledMode):
         if known is None or known() is not leaf:
             known = self._remember(leaf)
             node = leaf.grad_fn
+            is_older = node is not None and node._sequence_nr() < self._first_node
             # what was made in the step before is none of this step's graph
+            is_used = self._shapes and torch.is_grad_enabled() and what is not torch.Tensor.detach
+            given = leaf
+            if is_older and leaf.numel() == 1:
+                given = leaf.detach()
+            elif is_older and not is_used:
+                given = _shape_of(leaf)
             self._devices[known.number] = leaf.device
-            is_left = node is not None and node._sequence_nr() < self._first_node
-            self._given[known.number] = (
-                _shape_of(leaf) if is_left else leaf,
-                None if leaf.is_inference() else leaf._version,
-            )
+            self._given[known.number] = given, None if leaf.is_inference() else leaf._version
         return _Value(known.number)
 
     def _number(self, entry: _Entry, results: Mapping[Any, torch.Tensor]) -> None:
@@ -361,20 +368,14 @@ class Recorder(UncompiledMode):
 
 
 class Replay:
-    """Runs a tape again, step after step.
-
-    Args:
-        tape: without a problem.
-        models: what stands for each of its models, by the number (`id`) of that one.
-        optimizers: likewise.
-        stand_in: what stands for a tensor that the loop was given; by default itself, or a copy where the step writes to it.
-    """
+    """Runs a tape again, step after step."""
 
     def __init__(
         self,
-        tape: Tape,
-        models: Mapping[int, nn.Module],
-        optimizers: Mapping[int, Optimizer],
+        tape: Tape,  # without a problem
+        models: Mapping[int, nn.Module],  # what stands for each of its models, by the number (`id`) of that one
+        optimizers: Mapping[int, Optimizer],  # likewise
+        # what stands for a tensor that the loop was given; by default itself, or a copy where the step writes to it
         stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._tape = tape
@@ -383,7 +384,7 @@ class Replay:
         self._gradients = tape.gradients
         self._models = [models[id(model())] for model in tape.models]
         self._optimizers = [optimizers[id(optimizer())] for optimizer in tape.optimizers]
-        self._parts = [list(_parts_of(model)) for model in self._models]
+        self._parts = [[*model.parameters(), *model.buffers()] for model in self._models]
         self._values: dict[int, torch.Tensor] = {}
         self._give()
         # what outlives the step because a parameter holds it
@@ -397,10 +398,15 @@ class Replay:
                 continue
             if self._stand_in is not None:
                 self._values[number] = self._stand_in(tensor)
+            elif number in self._tape.written:
+                self._values[number] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             else:
                 device = self._tape.devices[number]
                 here = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-                self._values[number] = _copy(here) if number in self._tape.written else here
+                is_written = number in self._tape.written
+                self._values[number] = (
+                    here.detach().clone().requires_grad_(tensor.requires_grad) if is_written else here
+                )
 
     def begin(self) -> None:
         """Make the gradients that are there when the step begins."""
@@ -488,15 +494,6 @@ def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, without values and memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _may_be_written(tensor: torch.Tensor, version: int | None) -> bool:
-    """Return whether a step has written to a tensor, or may have without a trace, as to running statistics."""
-    return version is None or tensor._version != version or tensor.nbytes <= SMALL_BYTES
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _mode() -> tuple[bool, str, torch.dtype | None]:

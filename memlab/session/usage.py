@@ -28,6 +28,7 @@ class Usage:
         """Begin with another loop, of which nothing is known."""
         self.was_called = False  # whether the loop has called the model to train it
         self.was_evaluated = False  # whether it has called it in eval mode, with gradients
+        self.was_replicated = False  # whether it has called copies of it on several GPUs
         self._stepped: set[int] = set()  # optimizers that have, before the model was called
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -51,6 +52,8 @@ class Usage:
     def how_passed_by(self) -> str:
         """Return in words how the loop trains the model without calls that settings work around."""
         how = "in eval mode only" if self.was_evaluated else f"without calling it {_WITHOUT_CALL}"
+        if self.was_replicated:
+            how = "by copies of it on several GPUs (DataParallel)"
         return f"the loop trains {self._workload.name} {how}"
 
     @property

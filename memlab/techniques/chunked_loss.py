@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memlab.errors import RefusalError, SessionError
+from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.hooks import own_attributes, stand_in
-from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
 from memlab.units import MIB
@@ -172,7 +172,11 @@ class DeferredLogits(LazyTensor):
         dtype: torch.dtype,
     ) -> DeferredLogits:
         shape = (*hidden.shape[:-1], weight.shape[0])
-        deferred = cls(shape, dtype, hidden.device, lambda: _logits(hidden, weight, bias, compute_dtype).to(dtype))
+        deferred: DeferredLogits = with_graph(
+            lambda: cls(shape, dtype, hidden.device, lambda: _logits(hidden, weight, bias, compute_dtype).to(dtype)),
+            (hidden, weight, bias),
+            functools.partial(_gradients, hidden, weight, bias, compute_dtype),
+        )
         deferred.hidden, deferred.weight, deferred.bias, deferred.compute_dtype = hidden, weight, bias, compute_dtype
         return deferred
 
@@ -216,6 +220,26 @@ def _logits(
     if compute_dtype is not None:
         hidden, weight, bias = hidden.to(compute_dtype), weight.to(compute_dtype), _cast(bias, compute_dtype)
     return F.linear(hidden, weight, bias)
+
+
+def _gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    compute_dtype: torch.dtype | None,
+    gradient: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Gradients from that of the logits, which are computed once more."""
+    with torch.enable_grad():
+        logits = _logits(hidden, weight, bias, compute_dtype)
+    return _derived(logits, gradient.to(logits.dtype), hidden, weight, bias)
+
+
+def _derived(output: torch.Tensor, gradient: torch.Tensor, *sources: torch.Tensor | None) -> list[torch.Tensor | None]:
+    trained = [tensor for tensor in sources if tensor is not None and tensor.requires_grad]
+    made = torch.autograd.grad(output, trained, gradient, create_graph=torch.is_grad_enabled())
+    by_id = dict(zip(map(id, trained), made, strict=True))
+    return [by_id.get(id(tensor)) for tensor in sources]
 
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -357,23 +381,39 @@ class _TiledCrossEntropy(torch.autograd.Function):
                     _add_product(grad_weight, low_grad, low_hidden)
                 if grad_bias is not None:
                     grad_bias += grad_logits.sum(0).to(grad_bias.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.handed_over = False
+        ctx.made = grad_hidden, grad_weight, grad_bias
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.others = ignore_index, compute_dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target = ctx.saved_tensors  # torch refuses a second pass without a graph to keep
         if torch.is_grad_enabled():  # as autograd has it under create_graph
-            raise SessionError("create_graph=True through a chunked loss: its gradients have no graph; switch it off")
-        if ctx.handed_over:
-            raise SessionError(
-                "backward() a second time through a chunked loss: its gradients were handed over at the first"
-            )
-        ctx.handed_over = True
+            ignore_index, compute_dtype = ctx.others
+            made = _differentiable(hidden, weight, bias, target, ignore_index, compute_dtype, gradients[0])
+            return (*made, None, None, None)
         scale = gradients[0]
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return (*(None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.made), None, None, None)
         # in place: a second copy of the head's gradient would stand at the peak of the step
-        scaled = (None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+        made, ctx.made = ctx.made, ()
+        return (*(None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in made), None, None, None)
+
+
+def _differentiable(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    compute_dtype: torch.dtype | None,
+    scale: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Gradients with a graph, of logits that are whole."""
+    logits = _logits(hidden, weight, bias, compute_dtype)
+    total = F.cross_entropy(logits.to(scale.dtype), target, ignore_index=ignore_index, reduction="sum")
+    return _derived(total, scale, hidden, weight, bias)
 
 
 def _tile_rows(rows: int, vocabulary: int) -> int:

@@ -57,12 +57,15 @@ class LiveEngine(ABC):
         """Take an optimizer over."""
 
     @abstractmethod
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a training forward."""
+    def call(self, own: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a training forward; `own` is the one without an engine."""
 
     @abstractmethod
-    def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def evaluate(self, own: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward in eval mode or without gradients."""
+
+    def check_step(self) -> None:  # noqa: B027 - most serve any
+        """Refuse a step with the gradients that are there."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Do a step, where it `owns_steps`; False when nothing was updated."""
@@ -137,10 +140,14 @@ class Scaling(Technique):
         self._at_work.add_optimizer(optimizer)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._at_work.call(args, kwargs)
+        return self._at_work.call(call, args, kwargs)
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._at_work.evaluate(args, kwargs)
+        return self._at_work.evaluate(call, args, kwargs)
+
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        if not has_closure:
+            self._at_work.check_step()
 
     def step(self, optimizer: Optimizer) -> bool:
         return self._at_work.step(optimizer)

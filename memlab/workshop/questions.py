@@ -37,8 +37,6 @@ class Question:
     because: str  # said when the answer is right
     clue: str  # what to think of
     answer: str  # the solution, in words or code
-    right: Sequence[Any]  # answers that are right, to test the question itself
-    wrong: Sequence[Any]  # answers that are not, likewise
 
     def __call__(self, given: Any = ...) -> Reply:
         """Check an answer."""
@@ -110,9 +108,7 @@ class UnknownQuestionError(MemlabError, AttributeError):
 # --- kinds of questions ---------------------------------------------------------------------------
 
 
-def number(
-    name: str, value: float, because: str, clue: str, answer: str, *, within: float = 0.01, wrong: Sequence[Any] = ()
-) -> Question:
+def number(name: str, value: float, because: str, clue: str, answer: str, *, within: float = 0.01) -> Question:
     """A question whose answer is a number."""
 
     def judge(given: Any) -> str | None:
@@ -122,7 +118,7 @@ def number(
             return None
         return f"{given:g} is too {'high' if given > value else 'low'}."
 
-    return Question(name, judge, because, clue, answer, (value,), (value * 2, value / 2, str(value), None, *wrong))
+    return Question(name, judge, because, clue, answer)
 
 
 def choice(name: str, options: str, value: str, because: str, clue: str, answer: str) -> Question:
@@ -134,19 +130,11 @@ def choice(name: str, options: str, value: str, because: str, clue: str, answer:
             return f"{given!r} is none of {', '.join(options)}."
         return None if said == value else f"It is not {said}."
 
-    others = [each for each in options if each != value]
-    return Question(name, judge, because, clue, answer, (value, value.lower()), (*others, "Z", 1))
+    return Question(name, judge, because, clue, answer)
 
 
 def function(
-    name: str,
-    cases: Sequence[tuple[tuple[Any, ...], float]],
-    because: str,
-    clue: str,
-    answer: str,
-    *,
-    right: Sequence[Callable[..., Any]],
-    wrong: Sequence[Callable[..., Any]],
+    name: str, cases: Sequence[tuple[tuple[Any, ...], float]], because: str, clue: str, answer: str
 ) -> Question:
     """A question whose answer is a function of numbers."""
 
@@ -162,4 +150,4 @@ def function(
                 return f"For ({said}) it gives {float(got):g}, and {wanted:g} is wanted."
         return None
 
-    return Question(name, judge, because, clue, answer, tuple(right), (*wrong, 1, lambda *_: None))
+    return Question(name, judge, because, clue, answer)

@@ -79,7 +79,7 @@ def parts() -> Iterator[Part]:
             continue
         for source in sorted((_TESTS.parent / "notebooks" / "source").glob("*.md")):  # some minutes each
             yield Part(file, (*_VALUES, *more), f"test_it_runs_to_its_end[{source.stem}]")
-    for name in ("test_offload_cuda.py", "test_offload_params_cuda.py"):
+    for name in ("test_offload_cuda.py", "test_offload_params_cuda.py", "test_optimizers.py"):
         yield Part(_TESTS / "gpu" / name, _LATE)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from memlab import RefusalError, Workload, fit, measure
 from memlab.measuring.runs import training_step
+from memlab.plan import Plan
 from memlab.session.snapshot import Snapshot
 from tests.helpers.snapshots import changed_between
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch
@@ -176,3 +177,22 @@ def test_weights_that_the_loop_has_looked_at_under_pure_bf16_come_back_to_the_gp
         training_step(load)
         [parameter.data for parameter in model.parameters()]
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("cuda", torch.float32)}
+
+
+def test_what_the_loop_has_built_on_weights_before_the_plan_comes_is_theirs() -> None:
+    ends = []
+    for plan in ("", "--offload params"):
+        work = load()
+        with fit(work) as session:
+            for step in range(3):
+                penalty = sum(weight.square().sum() for weight in blocks_of(work.model))
+                if step == 1:
+                    session.switching.ask(Plan.parse(plan))  # a click: it comes with the model's call
+                (work.model(**batch()).loss + 1e-3 * penalty).backward()
+                with torch._C.DisableTorchFunctionSubclass():
+                    resting = sum(weight.device.type == "cpu" for weight in blocks_of(work.model))
+                assert resting == len(blocks_of(work.model)) * (step == 2 and bool(plan))
+                work.optimizers[0].step()
+                work.optimizers[0].zero_grad()
+        ends.append([p.detach().clone() for p in work.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memlab.live.stage import AtOnce
+from memlab.live.stage import Stage
 
 
 class OneByOne:
@@ -46,7 +46,7 @@ class OneByOne:
         self._ended(error)
 
 
-class Playing(AtOnce):
+class Playing(Stage):
     """Does work at once, and keeps what is to be advanced."""
 
     can_play = True

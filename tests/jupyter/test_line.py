@@ -22,7 +22,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.helpers.snapshots import changed_between
-from tests.jupyter.conftest import MAKE, TRAIN, Cell
+from tests.jupyter.conftest import MAKE, STEP, TRAIN, Cell
 from tests.jupyter.test_refusals import one_line
 
 # the model returns its loss, as those of Transformers do: only then can memlab run a step by itself
@@ -161,8 +161,8 @@ def test_compare_leaves_everything_as_it_was(shell: Any, cell: Cell) -> None:
     assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4"
 
 
-def test_compare_of_a_model_without_a_loss_says_what_to_do(made: Cell) -> None:
-    made(f"%%memfit\n{TRAIN}")
+def test_compare_of_a_model_whose_loss_nobody_knows_says_what_to_do(made: Cell) -> None:
+    made(f"%%memfit\n{STEP}")  # a single step, and none is recorded
     assert one_line(made('%memfit compare "--accumulate 2"')) == (
         "Sequential returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"
     )

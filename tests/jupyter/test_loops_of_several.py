@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.plan import Plan
+from memlab.session import sessions
 from tests.jupyter.conftest import Cell
 
 MAKE = """
@@ -128,6 +130,22 @@ def test_a_budget_is_kept_by_a_plan_that_is_chosen_once_a_step_is_known(shell: A
     assert chosen.plan != "as written"
     assert chosen.peak_allocated_bytes <= budget_bytes
     assert chosen.peak_allocated_bytes == pytest.approx(prediction.peak_allocated_bytes, rel=0.01)
+
+
+def test_a_plan_that_was_chosen_for_one_model_and_does_not_apply_to_the_next_ends_no_loop(
+    shell: Any, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = iter(["--fp16", "--checkpoint"])  # fp16 as for a GPU without bf16
+    monkeypatch.setattr("memlab.search.choose_plan", lambda *_, **__: (Plan.parse(next(chosen)), []))
+    made, loop = LOOPS["a judge of real and made ones"]
+    cell(MAKE + made)
+    ran = cell(f"%%memfit --budget 8GiB\n{loop}")
+    assert ran.error is None, ran.err
+    assert [session.plan.label for session in sessions()] == ["--checkpoint", "--checkpoint"]
+    assert "D: step 1: refused --fp16: session: this cell trains G and D, and --fp16 treats" in " ".join(
+        ran.out.split()
+    )
+    assert "G: step 2: --fp16 → as written" in ran.out
 
 
 def test_trials_run_the_step_of_the_loop(shell: Any, cell: Cell) -> None:

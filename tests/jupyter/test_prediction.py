@@ -382,7 +382,7 @@ def test_what_predictions_train_is_no_model_of_the_cell(made: Cell, monkeypatch:
 
 def test_flags_beside_a_budget_are_kept(shell: Any, made: Cell, oracle: Oracle) -> None:
     made(f"%%memfit --budget 20KiB --bf16\n{TRAIN}")
-    assert oracle.fixed == [Plan.parse("--bf16")]
+    assert oracle.fixed == [Plan.parse("--bf16")] * 2  # at the first call, and once the loss of the loop is known
     assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 4 --bf16"
 
 
@@ -397,10 +397,10 @@ def test_a_model_made_in_the_cell(shell: Any, cell: Cell, oracle: Oracle) -> Non
 def test_the_same_choice_is_made_once(made: Cell, oracle: Oracle) -> None:
     for _ in range(2):
         made(f"%%memfit --budget 40KiB\n{TRAIN}")
-    assert len(oracle.fixed) == 1
+    assert len(oracle.fixed) == 2
     made("inputs, target = inputs[:8], target[:8]")
     made(f"%%memfit --budget 40KiB\n{TRAIN}")
-    assert len(oracle.fixed) == 2
+    assert len(oracle.fixed) == 4
 
 
 def test_a_budget_that_nothing_fits_is_one_line_and_trains_nothing(shell: Any, made: Cell, oracle: Oracle) -> None:
@@ -526,7 +526,7 @@ def test_every_flag_is_read() -> None:
 def test_a_step_outside_of_cells_is_not_touched_by_a_chooser(shell: Any, made: Cell, oracle: Oracle) -> None:
     made(f"%%memfit --budget 40KiB\n{TRAIN}")
     assert made(STEP).error is None
-    assert len(oracle.fixed) == 1
+    assert len(oracle.fixed) == 2
 
 
 def test_with_the_real_predictor(shell: Any, cell: Cell) -> None:

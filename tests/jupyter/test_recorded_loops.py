@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from memlab.session import session_of
-from tests.jupyter.conftest import MAKE, TRAIN, Cell
+from tests.jupyter.conftest import MAKE, Cell
 
 NET = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -179,12 +177,3 @@ with warnings.catch_warnings(record=True) as said:
     assert ran.error is None
     ran = cell("print({each.filename.startswith(('/tmp/ipykernel', '<ipython-input')) for each in said}, len(said))")
     assert ran.out == "{True} 4\n"
-
-
-def test_a_batch_goes_with_the_cell_that_is_undone(shell: Any, cell: Cell) -> None:
-    cell(MAKE)
-    cell(f"%%memfit\n{TRAIN}")
-    batch = weakref.ref(shell.user_ns["inputs"])
-    cell("%memfit undo all\ndel inputs")
-    gc.collect()
-    assert batch() is None

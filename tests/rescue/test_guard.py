@@ -146,12 +146,14 @@ def backward_twice(model: nn.Module, optimizer: Optimizer, step: int) -> list[to
 def penalty_on_input_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> list[torch.Tensor]:
     inputs, targets = pairs(step)
     inputs.requires_grad_()
+    calls: list[torch.Tensor] = []
+    inputs.register_hook(lambda gradient: calls.append(gradient.detach()))  # type: ignore[no-untyped-call]
     loss = F.cross_entropy(model(inputs), targets)
     (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
     total = loss + slope.square().sum()
     total.backward()
     optimizer.step()
-    return [total, inputs.grad]
+    return [total, inputs.grad, torch.tensor(len(calls))]
 
 
 def penalty_on_parameter_gradients(model: nn.Module, optimizer: Optimizer, step: int) -> list[torch.Tensor]:

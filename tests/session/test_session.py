@@ -356,29 +356,19 @@ class TestInTheLoop:
             # by how much it is off depends on the weights
             assert re.sub(r"output is [\d.]+ of", "output is N of", refusal(lambda: model(*pairs(0)))) == text
 
-    @pytest.mark.parametrize(
-        ("model", "batch", "plan", "text"),
-        [
-            (
-                SelfJudging(),
-                pairs(0),
-                "--accumulate 2",
-                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; let "
-                "the loop compute the loss from the outputs, or use --checkpoint",
-            ),
-            (
-                TiedLanguageModel(),
-                prompted_batch(0),
-                "--chunk-loss",
-                "backward() a second time through a chunked loss: its gradients were handed over at the first",
-            ),
-        ],
-    )
-    def test_a_second_backward(self, model: nn.Module, batch: Any, plan: str, text: str) -> None:
-        with fit(Workload(model), plan):
-            loss = model(**batch)["loss"] if isinstance(batch, dict) else model(*batch)
-            loss.backward(retain_graph=True)
-            assert refusal(loss.backward, SessionError) == text
+    def test_a_second_backward(self) -> None:
+        gradients = []
+        model = SelfJudging()
+        for plan in ("", "--accumulate 2"):
+            model.zero_grad()
+            with fit(Workload(model), plan):
+                loss = model(*pairs(0))
+                loss.backward(retain_graph=True)
+                (loss * 2).backward()
+                with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+                    loss.backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(gradients[1], gradients[0])
 
     def test_large_logits_before_and_after_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(micro_outputs, "LAZY_FROM_BYTES", 0)

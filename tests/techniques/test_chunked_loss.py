@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memlab import RefusalError, Workload, fit, measure
 from memlab.errors import SessionError
 from memlab.runtime.lazy import LazyTensor
 from memlab.techniques import chunked_loss
+from memlab.techniques.accumulation import micro_outputs
 from memlab.techniques.chunked_loss import DeferredLogits
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch, workload
 
@@ -322,19 +324,95 @@ def test_evaluation_gets_plain_logits() -> None:
         assert isinstance(model.train()(**batch).logits, DeferredLogits)
 
 
-def test_a_second_backward_says_why_not() -> None:
-    model, batch = gpt2(), ragged_batch()
-    with fit(workload(model), "--chunk-loss"):
-        loss = model(**batch).loss
-        loss.backward(retain_graph=True)
-        with pytest.raises(SessionError, match="a second time through a chunked loss"):
+class Halved(torch.autograd.Function):
+    """Half of the gradient."""
+
+    @staticmethod
+    def forward(_context: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] / 2
+
+
+@torch.jit.script
+def scripted(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits * 0.5, targets)
+
+
+PAST_PYTHON: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "function": lambda logits, targets: F.cross_entropy(Halved.apply(logits), targets),  # type: ignore[no-untyped-call]
+    "script": scripted,
+    "checkpoint": lambda *given: checkpoint(F.nll_loss, *given, use_reentrant=True),
+    "checkpoint, not reentrant": lambda *given: checkpoint(
+        lambda x, y: F.nll_loss(x * 2, y), *given, use_reentrant=False
+    ),
+    "vmap": lambda logits, targets: torch.vmap(F.cross_entropy)(logits, targets).mean(),
+}
+
+
+class Judging(nn.Module):
+    """Logits, and a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 3000)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.body(inputs))
+        return F.cross_entropy(logits, targets), logits
+
+
+@pytest.mark.parametrize("way", PAST_PYTHON)
+@pytest.mark.parametrize("flags", ["--chunk-loss", "--accumulate 2", "--fp16 --accumulate 2"])
+def test_a_loss_that_takes_logits_past_python(flags: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_outputs, "LAZY_FROM_BYTES", 0)
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4, 8), torch.randint(3000, (4,))
+    found = []
+    for plan in ("", flags):
+        model = Judging()
+        with fit(Workload(model, torch.optim.SGD(model.parameters())), plan):
+            loss, _ = model(inputs, targets)  # a first call tells that logits need not be kept
             loss.backward()
+            model.zero_grad()
+            loss, logits = model(inputs, targets)
+            assert (type(logits) is torch.Tensor) is (plan == "")
+            (loss + PAST_PYTHON[way](logits, targets.flip(0))).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    is_low = "fp16" in flags
+    torch.testing.assert_close(found[1], found[0], rtol=0.02 if is_low else 1e-4, atol=1e-3 if is_low else 1e-6)
 
 
-def test_gradients_of_gradients_are_refused() -> None:
+def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
     model, batch = gpt2(), ragged_batch()
-    with fit(workload(model), "--chunk-loss"), pytest.raises(SessionError, match="create_graph=True through a chunked"):
-        torch.autograd.grad(model(**batch).loss, list(model.parameters()), create_graph=True)
+    passes: list[list[torch.Tensor]] = []
+    for flags in ("", "--chunk-loss"):
+        with fit(workload(model), flags):
+            loss = model(**batch).loss
+            parameters = list(model.parameters())
+            passes += [
+                list(torch.autograd.grad(loss, parameters, torch.tensor(3.0), retain_graph=keep))
+                for keep in (True, False)
+            ]
+            with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+                loss.backward()
+    for made in passes[1:]:
+        torch.testing.assert_close(made, passes[0], rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_of_gradients() -> None:
+    slopes = []
+    inputs, targets = head_batch()
+    for flags in ("", "--chunk-loss"):
+        model = Head(lambda logits, target: F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1)))
+        with fit(workload(model), flags):
+            gradients = torch.autograd.grad(model(inputs, targets), list(model.parameters()), create_graph=True)
+            sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]
+        slopes.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-3, atol=1e-5)
 
 
 def test_a_model_without_a_large_head_is_refused() -> None:

@@ -162,6 +162,48 @@ def test_an_ignored_target_that_comes_later(way: str) -> None:
     assert same_as_plain(lambda: _Padded(way), lambda model, step: model(inputs(), targets[step])) == []
 
 
+class _Masked(nn.Linear):
+    """Ignores a target that only its configuration names."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(6, 4)
+        self.way, self.config = way, {"special": [0, 3]}
+
+    def forward(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(rows)
+        padding = self.config["special"][1]
+        if self.way == "position":
+            return F.nll_loss(logits.log_softmax(-1), targets, None, None, padding)
+        counted = targets != padding
+        return (F.cross_entropy(logits, targets, reduction="none") * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("way", ["position", "mask"])
+def test_an_ignored_target_that_no_code_names(way: str) -> None:
+    targets = [torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]), torch.tensor([0, 3, 3, 3, 1, 2, 0, 3]), torch.arange(8) % 4]
+    assert same_as_plain(lambda: _Masked(way), lambda model, step: model(inputs(), targets[step])) == []
+
+
+class _Remembering(nn.Linear):
+    """Adds what the batch before has given."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.memory = torch.zeros(8, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = super().forward(rows) + self.memory
+        self.memory = output.detach()
+        return output
+
+
+def test_rows_that_are_kept_from_call_to_call_are_named() -> None:
+    model = _Remembering()
+    said = r"must match .* \(it keeps memory from call to call, with as many rows as the batch\); use --checkpoint"
+    with fit(Workload(model), "--accumulate 2"), pytest.raises(RefusalError, match=said):
+        model(inputs())
+
+
 def test_a_batch_of_one_that_comes_first_is_run_whole() -> None:
     notes = same_as_plain(lambda: nn.Linear(6, 2), lambda m, s: m(inputs(8 if s else 1)).square().mean())
     assert notes == ["a batch of fewer rows than micro-batches (1 of 2) is split as far as it goes"]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure, predict
-from memlab.errors import SessionError
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.tiling import tiling
 from memlab.techniques.tiling.feed_forward import feed_forwards
@@ -206,13 +205,17 @@ def test_a_layer_in_tiles_of_features_is_the_layer() -> None:
 
 
 @pytest.mark.usefixtures("small_is_large")
-def test_a_gradient_of_a_gradient_is_refused_where_there_is_none() -> None:
-    model, batch = gpt2(layers=2), ragged_batch()
-    with fit(workload(model), "--bf16 --tile 2"), pytest.raises(SessionError) as caught:
-        model(**batch).loss.backward(create_graph=True)
-    assert str(caught.value) == (
-        "create_graph=True through a layer in tiles: its gradients have no graph; switch --tile off"
-    )
+def test_a_gradient_of_a_gradient() -> None:
+    torch.manual_seed(0)
+    rows, weight, bias = (torch.randn(*size, requires_grad=True) for size in ((8, 16), (32, 16), (32,)))
+    slopes = []
+    for layer in (nn.functional.linear, lambda *given: tiling.TiledLinear.apply(*given, 2)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = layer(rows.to(torch.bfloat16), weight, bias).float().square().mean()
+        gradients = torch.autograd.grad(loss, (rows, weight, bias), create_graph=True)
+        slopes.append(torch.autograd.grad(sum(g.square().sum() for g in gradients), (rows, weight, bias)))
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(one.abs().max()))
 
 
 def wide(blocks: int = 2) -> Workload:

@@ -12,7 +12,7 @@ from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.in_kernel import InKernel
 
 # module and class; all stages of ZeRO are one
-_ENGINES = {"ddp": ("ddp", "Ddp"), "fsdp2": ("fsdp2", "Fsdp2"), "tp": ("tp", "Tp")}
+_ENGINES = {"ddp": ("base", "Ddp"), "fsdp2": ("fsdp2", "Fsdp2"), "tp": ("tp", "Tp")}
 _LIVE = {"fsdp2": ("fsdp2", "LiveFsdp2")}
 
 

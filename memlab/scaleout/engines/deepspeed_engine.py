@@ -65,13 +65,7 @@ class FlatPlace:
 
 
 class DeepSpeedEngine:
-    """A DeepSpeed engine over a model.
-
-    Attributes:
-        engine: DeepSpeed's engine.
-        zero: its optimizer.
-        places: of all parameters in the optimizer's groups, in the same order on every rank.
-    """
+    """A DeepSpeed engine over a model."""
 
     def __init__(
         self,
@@ -93,6 +87,7 @@ class DeepSpeedEngine:
                 model=model, optimizer=optimizer, config=_configuration({**zero, **settings}), dist_init_required=False
             )
         self.zero: Any = self.engine.optimizer
+        # of all parameters in the optimizer's groups, in the same order on every rank
         self.places = [*(self._places_of_stage_3() if stage == 3 else self._places_of_stages_1_and_2())]
 
     @property
@@ -111,15 +106,10 @@ class DeepSpeedEngine:
             begin = dist.get_rank() * size
             for parameter, offset in zip(parameters, offsets, strict=True):
                 low, high = max(offset, begin), min(offset + parameter.numel(), begin + size)
-                length = max(0, high - low)
-                yield FlatPlace(
-                    parameter,
-                    parameter.shape,
-                    number,
-                    low - begin if length else 0,
-                    low - offset if length else 0,
-                    length,
-                )
+                if high > low:
+                    yield FlatPlace(parameter, parameter.shape, number, low - begin, low - offset, high - low)
+                else:
+                    yield FlatPlace(parameter, parameter.shape, number, 0, 0, 0)
 
     def _places_of_stage_3(self) -> Iterator[FlatPlace]:
         for number, parameters in enumerate(self.zero.fp16_groups):
@@ -190,13 +180,10 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 def check_optimizers(workload: Workload) -> None:
-    """Refuse optimizers whose state or update a flat tensor cannot have."""
-    optimizers = workload.optimizers
-    if len(optimizers) != 1:
-        raise RefusalError(
-            "scale", f"ZeRO serves one optimizer, {workload.name} has {len(optimizers)}", "use --scale fsdp2"
-        )
-    check_optimizer(optimizers[0], workload.model)
+    """Refuse more than one optimizer, and one whose state or update a flat tensor cannot have."""
+    if (count := len(workload.optimizers)) != 1:
+        raise RefusalError("scale", f"ZeRO serves one optimizer, {workload.name} has {count}", "use --scale fsdp2")
+    check_optimizer(workload.optimizers[0], workload.model)
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -210,15 +197,11 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        states = {
-            names.get(id(p), "a parameter"): optimizer.state.get(p, {}) for p in group["params"] if p.requires_grad
-        }
+        trained = [p for p in group["params"] if p.requires_grad]
+        states = {names.get(id(p), "a parameter"): optimizer.state.get(p, {}) for p in trained}
         counts = {name: float(state.get(_STEP, 0)) for name, state in states.items()}
-        entries = {
-            frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and k != _STEP)
-            for state in states.values()
-        }
-        if len({*counts.values()}) > 1 or len(entries) > 1:
+        tensors = ({k for k, v in state.items() if isinstance(v, torch.Tensor)} for state in states.values())
+        if len({*counts.values()}) > 1 or len({frozenset(names - {_STEP}) for names in tensors}) > 1:
             fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
             raise RefusalError(
                 "scale",

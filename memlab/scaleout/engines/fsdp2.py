@@ -85,6 +85,7 @@ class LiveFsdp2(InKernel):
 
     def step_ended(self) -> None:
         """The outermost module stays gathered after a forward; what the loop writes next must be gathered anew."""
+        super().step_ended()
         assert self._replica is not None
         self._replica.model.reshard()  # type: ignore[operator] # FSDP's module has it
 

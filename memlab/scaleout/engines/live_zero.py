@@ -230,26 +230,11 @@ class LiveZero(InKernel):
             return self._deepspeed.engine(*args, **kwargs)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Have DeepSpeed update the parameters.
-
-        Returns:
-            False when gradients were not finite: DeepSpeed then leaves everything as it is.
-        """
+        """Have DeepSpeed update the parameters; False when gradients were not finite, which leaves everything as it is."""
         assert self._gradients is not None
         if all(pair.users.grad is None for pair in self._pairs):
             return True  # as torch does: no gradient, no update
-        if self._has_loaded:
-            raise RefusalError(
-                "scale", "load_state_dict() between backward() and optimizer.step()", "load before the call"
-            )
-        missing = self._gradients.missing
-        if missing:
-            raise RefusalError(
-                "scale",
-                f"{missing[0]} has no gradient ({len(missing)} of {len(self._pairs)} have none), and ZeRO would step it all "
-                "the same",
-                "freeze what the loss does not depend on, or use --scale fsdp2",
-            )
+        self.check_step()
         self._gradients.take()
         self._take_written()
         for users, own in self._groups:
@@ -260,6 +245,30 @@ class LiveZero(InKernel):
         self._show_state()
         self._note_versions()
         return not self._zero.overflow
+
+    def check_step(self) -> None:
+        assert self._gradients is not None
+        if all(pair.users.grad is None for pair in self._pairs):
+            return
+        if self._has_loaded:
+            raise RefusalError(
+                "scale", "load_state_dict() between backward() and optimizer.step()", "load before the call"
+            )
+        missing = self._gradients.missing
+        if missing and all(pair.users.grad is not None for pair in self._pairs):
+            raise RefusalError(
+                "scale",
+                f"the gradient of {missing[0]} comes from no backward pass that adds gradients of all "
+                "parameters (torch.autograd.grad, backward(inputs=...), weights of functional_call), and ZeRO steps its own",
+                "use --scale fsdp2",
+            )
+        if missing:
+            raise RefusalError(
+                "scale",
+                f"{missing[0]} has no gradient ({len(missing)} of {len(self._pairs)} have none), and ZeRO would step it all "
+                "the same",
+                "freeze what the loss does not depend on, or use --scale fsdp2",
+            )
 
     def _note_versions(self) -> None:
         self._versions = {pair.name: pair.users._version for pair in self._pairs}
@@ -338,7 +347,12 @@ class ShownGradients:
         self._shown: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}  # gradients that the next ones are added to
         prologue = self._zero.backward_prologue
-        self._zero.backward_prologue = partial(_one_after_the_other, self._begin, prologue)
+
+        def begin() -> None:
+            self._begin()
+            prologue()
+
+        self._zero.backward_prologue = begin
         # DeepSpeed's own comes first
         self._zero.register_grad_acc_post_hook(self._show)
         for pair in pairs:
@@ -421,11 +435,6 @@ class ShownGradients:
         self._shown.clear()
         self._before.clear()
         self._touched.clear()
-
-
-def _one_after_the_other(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 def _say(line: str) -> None:

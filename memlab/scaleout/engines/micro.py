@@ -61,7 +61,7 @@ class SetAside:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def originals_in_place(self) -> AbstractContextManager[None]:
+    def originals_in_place(self) -> AbstractContextManager[list[torch.Tensor]]:
         """Refuse: an engine reduces gradients as it makes them, and gives them no graph."""
         raise RefusalError(
             "accumulation",

@@ -156,7 +156,7 @@ class Tp(Fsdp2):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of parts, of whole gradients
         for gradient in gradients:
-            is_cut = _is_cut(gradient)
+            is_cut = isinstance(gradient, DTensor) and any(isinstance(each, Shard) for each in gradient.placements)
             squares[0 if is_cut else 1] += _local(gradient).double().square().sum()
         dist.all_reduce(squares[:1])
         norm = squares.sum().sqrt().float()
@@ -164,10 +164,6 @@ class Tp(Fsdp2):
         for gradient in gradients:
             _local(gradient).mul_(factor.to(gradient.dtype))
         return norm
-
-
-def _is_cut(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(isinstance(placement, Shard) for placement in tensor.placements)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -146,11 +146,7 @@ class Zero(Engine):
             parameter.grad = None
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor | None:
-        """Have the next step clip, in the way of `torch.nn.utils.clip_grad_norm_`.
-
-        Raises:
-            ScaleError: not all trained parameters, whose gradients DeepSpeed clips together.
-        """
+        """Have the next step clip, in the way of `torch.nn.utils.clip_grad_norm_`; DeepSpeed clips all gradients together."""
         given = {id(parameter) for parameter in parameters}
         trained = {id(parameter) for parameter in self.workload.model.parameters() if parameter.requires_grad}
         if not trained & given:

@@ -184,11 +184,8 @@ class RankPredictor:
     ) -> RankPrediction:
         """Return what one rank of so many needs.
 
-        Args:
-            scale: engine and plan.
-            ranks: how many.
-            may_grow: whether the batch is taken to have a row for every rank if it has fewer.
-            gathers_outputs: whether ranks get the outputs of all, as under `memlab.launch`.
+        With `may_grow` a batch is taken to have a row for every rank; with `gathers_outputs` ranks get the outputs of all,
+        as under `memlab.launch`.
         """
         rows = self._rows_of_a_rank(ranks, may_grow=may_grow)
         sharding = self._sharding(scale, ranks)

@@ -91,21 +91,14 @@ class ShardPart(StrEnum):
 
 
 class MemoryAccount:
-    """Keeps account of a rank.
-
-    Attributes:
-        live: bytes by part, on the device.
-        host_bytes: bytes in host memory, where that is another.
-        peak_bytes: highest sum on the device.
-        at_peak: bytes by part there.
-    """
+    """Keeps account of a rank."""
 
     def __init__(self, *, has_host: bool) -> None:
-        self.has_host = has_host
-        self.live: dict[ShardPart, int] = dict.fromkeys(ShardPart, 0)
+        self.has_host = has_host  # whether host memory is another than the device's
+        self.live: dict[ShardPart, int] = dict.fromkeys(ShardPart, 0)  # bytes by part, on the device
         self.host_bytes = self.peak_host_bytes = 0
-        self.peak_bytes = 0
-        self.at_peak: dict[ShardPart, int] = {}
+        self.peak_bytes = 0  # highest sum on the device
+        self.at_peak: dict[ShardPart, int] = {}  # bytes by part there
         self.gradients: dict[int, tuple[int, int]] = {}
         self.dropped: set[int] = set()
         self._total = 0

@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad
+from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import closed
@@ -72,8 +72,8 @@ class Gatherer(Protocol):
     def in_place(self) -> AbstractContextManager[None]:
         """Context in which micro-batches run, and their gradients gather."""
 
-    def originals_in_place(self) -> AbstractContextManager[None]:
-        """Context in which micro-batches run on what the outer graph derives by."""
+    def originals_in_place(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """Context in which micro-batches run on what the outer graph derives by, which it gives."""
 
     def originals_untouched(self, model_name: str) -> AbstractContextManager[None]:
         """Context of one backward pass."""
@@ -108,7 +108,8 @@ class MicroRun:
         self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = MicroInputs(division)
         self._gathered = MicroOutputs(division, verdict, repeats=self._repeats)
-        self.is_done = False  # its gradients were handed over, and cannot be had again
+        # the gradients that the first pass has gathered; a graph that is kept is run again
+        self._is_handed_over = False
         self._kept: tuple[Call, Outputs] | None = None  # the last micro-batch, with its graph
         self._fused = False
         self._inner_scale: torch.Tensor | float = 1.0
@@ -137,26 +138,41 @@ class MicroRun:
         return self._gathered.leaves(values)
 
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:
-        lazy = LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
+        def make() -> LazyTensor:
+            return LazyTensor(joined.whole_shape(), joined.dtype, joined.device, lambda: self._look(position))
+
+        sources = [*self._inputs.whole().values(), *self._aliases.originals] if joined.differentiable else []
+        lazy: LazyTensor = with_graph(make, sources, lambda gradient: self._seen(position, gradient))
         self._learnt.waiting.add(lazy)
         return lazy
 
     def _look(self, position: int) -> torch.Tensor:
         """Compute an output the loop looks at after all, connected to the graph by replay."""
+        if self._looked_at is None:
+            _, self._looked_at = self._looked()
+        value: torch.Tensor = self._looked_at[position]
+        return value
+
+    def _seen(self, position: int, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients from that of an output that something has looked at past Python, by a replay of its own."""
+        with torch.enable_grad():
+            again, _ = self._looked()
+        return again.answer([gradient if each == position else None for each in again._gathered.eager])
+
+    def _looked(self) -> tuple[MicroRun, list[Any]]:
+        """The call once more, and its outputs."""
         self._learnt.reads_outputs = True
         if self._updates != self._learnt.updates:
             raise SessionError(
                 "an output of a split batch was read after optimizer.step(), when its parameters were gone: "
                 "read it before the step (from the next batch on memlab keeps it)"
             )
-        if self._looked_at is None:
-            again = self._again()
-            now = self._random_now()
-            with self._autocast.entered(), self._as_before():
-                self._looked_at = again._leaves()
-            now.restore()
-        value: torch.Tensor = self._looked_at[position]
-        return value
+        again = self._again()
+        now = self._random_now()
+        with self._autocast.entered(), self._as_before():
+            leaves = again._leaves()
+        now.restore()
+        return again, leaves
 
     def _again(self) -> MicroRun:
         """The same call once more, with a graph to its outputs."""
@@ -273,11 +289,6 @@ class MicroRun:
 
     def answer(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
-        if self.is_done:
-            raise SessionError(
-                "backward() a second time through the loss of a split batch: its gradients were handed over at the first; "
-                "let the loop compute the loss from the outputs, or use --checkpoint"
-            )
         is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
         with uninterrupted():
             return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
@@ -292,12 +303,12 @@ class MicroRun:
                 f"the loop asks for the gradient of an output of {type(self._model).__name__} (retain_grad)",
                 KEEP_WHOLE,
             )
-        if self._fused:
+        if self._fused and not self._is_handed_over:
             self._scale_gathered(wanted.pop(self._gathered.loss, None))
         if wanted:
             self._replay(wanted)
         inputs = self._inputs.take()
-        self._kept, self.is_done = None, self._fused
+        self._kept, self._is_handed_over = None, self._fused
         self._gathered.drop_parts()
         return (*inputs, *self._aliases.take_gradients())
 
@@ -324,9 +335,9 @@ class MicroRun:
         """
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
         self._check_replay(wanted)
-        whole = self._inputs.whole()
+        whole = {position: tensor.view_as(tensor) for position, tensor in self._inputs.whole().items()}
         now, pairs = self._random_now(), []
-        with self._aliases.originals_in_place(), self._autocast.entered(), self._as_before():
+        with self._aliases.originals_in_place() as parameters, self._autocast.entered(), self._as_before():
             for index in range(self._count):
                 self._random_states[index].restore()
                 _, outputs = self._run(index, self._inputs.part_of(whole, index))
@@ -335,7 +346,7 @@ class MicroRun:
                     self._snapshot.restore(strict=False)
         now.restore()
         return torch.autograd.grad(
-            [tensor for tensor, _ in pairs], [*whole.values(), *self._aliases.originals], [share for _, share in pairs],
+            [tensor for tensor, _ in pairs], [*whole.values(), *parameters], [share for _, share in pairs],
             create_graph=True, allow_unused=True,
         )  # fmt: skip
 

@@ -131,6 +131,8 @@ class MicroOutputs:
         if joined.join is not None:
             joined.sizes.append(leaf.size(joined.join.dim))
         if joined.waits:
+            # logits of a chunked loss are not computed for this
+            joined.differentiable |= isinstance(leaf, LazyTensor) or leaf.requires_grad
             return
         value = real(leaf)
         joined.differentiable |= value.requires_grad or (self._repeats and value.is_floating_point())

@@ -45,6 +45,9 @@ class StrangeDrawError(Exception):
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 
 _aten = torch.ops.aten
+# operators that tell which target does not count
+_IGNORING = frozenset({_aten.nll_loss_forward, _aten.nll_loss2d_forward})
+_COMPARISONS = frozenset({_aten.ne.Scalar, _aten.eq.Scalar})
 # operators whose numbers lie in a range that is asked for, as numbers of rows do
 _OF_A_RANGE = frozenset({_aten.randperm, _aten.randint, _aten.randint_like, _aten.random_})
 
@@ -75,6 +78,7 @@ class Noise(WatchingMode):
         self._given_at: dict[bytes, list[torch.Tensor]] = {}
         # whether an operator of the run together computed in TF32, in half precision or in less
         self.computes_low = False
+        self.ignored: dict[int, None] = {}  # targets that losses ignore, or that whole numbers are held against
         self.draws_inside = False  # whether dropout inside of a kernel was left out (rule 3)
 
     @property
@@ -110,6 +114,10 @@ class Noise(WatchingMode):
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._answered(func, args, kwargs)
+        if func.overloadpacket in _IGNORING:
+            self.ignored[args[4]] = None
+        elif func in _COMPARISONS and type(args[1]) is int and not args[0].is_floating_point():
+            self.ignored[args[1]] = None
         if not self._giving and not self._repeating:
             # a view of what was there before (of a global that is looked at, say) is not made here; what is written to is
             given = {_storage_of(each) for each in args if isinstance(each, torch.Tensor) and not _writes(func)}

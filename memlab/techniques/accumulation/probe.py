@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.reach import keeps_state_in_modules
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
@@ -60,6 +58,7 @@ class Probe:
         self._name = name  # how errors call it
         # kinds of modules that take statistics of each part; they take those of evaluation here
         self._per_part = per_part
+        self._ignored: dict[int, None] = {}  # targets that a loss within the model was seen to ignore
         # by kind of call
         self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._rules: dict[tuple[Any, ...], dict[int, list[LossRule]]] = {}
@@ -120,6 +119,8 @@ class Probe:
         square = (candidates[0].rows,) * 2
         if any(isinstance(leaf, torch.Tensor) and leaf.shape == square for leaf in call.leaves):
             reason += f" (one of its arguments is {[*square]}, rows by rows, as of the nodes of one graph)"
+        elif failed and (kept := _kept_by_row(self._model, candidates[0].rows)):
+            reason += f" (it keeps {kept} from call to call, with as many rows as the batch)"
         raise RefusalError(_FIELD, reason, instead)
 
     def joins(self, call: Call) -> tuple[Join | None, ...]:
@@ -176,7 +177,7 @@ class Probe:
             return True
         call = layout.view(call)
         picked = [layout.pick(call, [0]), layout.pick(call, range(1, min(layout.rows, 3)))]
-        rules = loss_rules(call, layout, class_weights_of(self._model, call, layout), ignored_targets_of(self._model))
+        rules = loss_rules(call, layout, class_weights_of(self._model, call, layout), [*self._ignored])
         weightings = [rule.weights(picked, layout) for rule in rules]
         return all(
             _closest(
@@ -209,7 +210,7 @@ class Probe:
         self, call: Call, layout: Layout, known: dict[int, list[LossRule]] | None, parts: Sequence[Call]
     ) -> dict[int, list[LossRule]]:
         call = layout.view(call)
-        every = loss_rules(call, layout, class_weights_of(self._model, call, layout), ignored_targets_of(self._model))
+        every = loss_rules(call, layout, class_weights_of(self._model, call, layout), [*self._ignored])
         rows = telling_rows(call, layout, every)
         found, outputs = self._holding(call, layout, rows, lambda position: (known or {}).get(position, every))
         if found.get(outputs[0].loss) and _alike(outputs):
@@ -297,6 +298,7 @@ class Probe:
             except StrangeDrawError:
                 continue
             self._draws_on_host, self._draws = quiet.draws_on_host, quiet.noise.any_drawn
+            self._ignored = dict.fromkeys([*self._ignored, *quiet.noise.ignored][:_MOST_IGNORED])
             return together, apart
         raise StrangeDrawError(f"the random numbers that {self._name} draws do not follow the rows of its batch")
 
@@ -376,22 +378,17 @@ def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch
     return vectors[:_MOST_VECTORS]
 
 
-def ignored_targets_of(model: nn.Module) -> list[int]:
-    """Whole numbers that a loss within a model may ignore among its targets: those that code with an ``ignore_index`` names."""
-    found: dict[int, None] = {}
-    for module in model.modules():
-        named = [getattr(module, "ignore_index", None)]
-        own = [
-            kind for kind in type(module).__mro__ if not keeps_state_in_modules(kind.__module__) and kind is not object
-        ]
-        for function in [each for kind in own for each in vars(kind).values() if isinstance(each, FunctionType)]:
-            code, world = function.__code__, function.__globals__
-            helpers = [world.get(name) for name in code.co_names]
-            for each in (code, *(helper.__code__ for helper in helpers if isinstance(helper, FunctionType))):
-                if any(isinstance(names, tuple) and "ignore_index" in names for names in each.co_consts):
-                    named += [*each.co_consts, *(getattr(module, n, world.get(n)) for n in each.co_names)]
-        found |= dict.fromkeys(value for value in named if type(value) is int)
-    return [*found][:_MOST_IGNORED]
+def _kept_by_row(model: nn.Module, rows: int) -> str:
+    """Name of a buffer or attribute with a row for each of a batch; empty where there is none."""
+    return next(
+        (
+            name
+            for module in model.modules()
+            for name, value in (*module._buffers.items(), *vars(module).items())
+            if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows
+        ),
+        "",
+    )
 
 
 class Quiet:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.runtime.aliases import is_shared
+from memlab.runtime.aliases import is_saved, is_shared
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
 from memlab.runtime.callers import is_own_code
 from memlab.runtime.touch import SET_DATA, SET_GRAD, Watched, uses_values
@@ -163,12 +163,13 @@ def set_gradient(parameter: Parameter, gradient: torch.Tensor) -> None:
 
 
 def _may_leave(parameter: Parameter, home: torch.device) -> bool:
-    """Return whether a parameter is on its device, its own storage's only tensor, and no gradient of it is held."""
+    """Return whether a parameter is on its device, its own storage's only tensor, no graph has saved it, and no gradient of it is held."""
     return (
         parameter.device == home
         and is_dense(parameter)
         and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
         and not is_shared(parameter)
+        and not is_saved(parameter)
         and not _is_held_gradient(parameter)
     )
 

@@ -35,6 +35,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime import optimizer_step
+from memlab.runtime.aliases import is_saved
+from memlab.runtime.backward import is_added
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.workload import Workload
@@ -152,7 +154,9 @@ class OffloadParams(Technique):
         undo.callback(self._gradients.end)
         for parameter in parameters:
             undo.callback(self._bring_back, parameter)
-            self._send_away(parameter)
+            # a backward pass is to find there what the loop has built on it before the plan came; it rests afterwards
+            if not (link.overlaps and is_saved(parameter)):
+                self._send_away(parameter)
         for block in blocks:
             self._block_streaming.stream(block, undo)
         undo.callback(self._leave_broken_pass)
@@ -397,7 +401,7 @@ class _Gradients:
 
     def _comes(self, gradient: torch.Tensor | None, parameter: Parameter) -> None:
         """Before a gradient is added: autograd cannot add across devices."""
-        if gradient is None or not _is_added():
+        if gradient is None or not is_added(torch._C._current_autograd_node()):
             return
         self._adding.begin()
         if parameter.grad is None:
@@ -485,14 +489,6 @@ class _OneAtATime:
         if self._thread == threading.get_ident():
             self._thread = -1
             self._lock.release()
-
-
-def _is_added() -> bool:
-    """Return whether the gradient that a hook on a leaf is called with will be added; `torch.autograd.grad` adds none."""
-    try:
-        return bool(torch._C._will_engine_execute_node(torch._C._current_autograd_node()))
-    except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was asked for
-        return False
 
 
 def _when_complete(method: weakref.WeakMethod[Any]) -> Callable[[Parameter], None]:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memlab.errors import RefusalError, SessionError
+from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
 from memlab.runtime.autocast import without_cached_casts
 from memlab.runtime.hooks import stand_in
@@ -240,14 +240,16 @@ class TiledLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # as autograd has it under create_graph
-            raise SessionError(
-                "create_graph=True through a layer in tiles: its gradients have no graph; switch --tile off"
-            )
         inputs, weight = ctx.saved_tensors
         needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         gradient = gradients[0].reshape(-1, len(weight))  # [n, o]
         rows = inputs.reshape(-1, inputs.shape[-1])  # [n, i]
+        if torch.is_grad_enabled():  # as autograd has it under create_graph: the layer as a whole
+            whole = (
+                (gradient @ weight.to(gradient.dtype)).to(inputs.dtype).reshape(inputs.shape) if needs_inputs else None
+            )
+            of_weight = (gradient.t() @ rows.to(gradient.dtype)).to(weight.dtype) if needs_weight else None
+            return whole, of_weight, gradient.sum(0).to(ctx.bias_dtype) if needs_bias else None, None
         # sums over tiles are kept in fp32: rounding each of them would be worse than rounding the whole once
         grad_rows = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device) if needs_inputs else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
