@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -84,7 +85,9 @@ class LiveModel:
     def _live_optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
-    def _forget(self, _model: object) -> None:
+    def _forget(self, _model: object, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_over():  # the names of modules, `sys` among them, may be gone
+            return
         self.batch = self.loss_fn = self.tape = None
         self._gone()
 
