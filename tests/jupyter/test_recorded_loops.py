@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.live.control import control_of
 from memlab.session import session_of
 from tests.jupyter.conftest import MAKE, Cell
+from tests.helpers.stages import Later
 
 NET = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -177,3 +179,20 @@ with warnings.catch_warnings(record=True) as said:
     assert ran.error is None
     ran = cell("print({each.filename.startswith(('/tmp/ipykernel', '<ipython-input')) for each in said}, len(said))")
     assert ran.out == "{True} 4\n"
+
+
+def test_a_panel_runs_the_step_of_the_loop(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["gradients that are dropped after the forward pass"]
+    cell(NET + made)
+    cell(f"%%memfit\n{loop}")
+    model, stage = shell.user_ns["model"], Later()
+    control, before = control_of(model), [parameter.clone() for parameter in model.parameters()]
+    control.stage = stage
+    control.run(keep=True)
+    stage.idle()
+    for _ in range(3):
+        stage.played[0].advance()
+    control.cancel()
+    stage.idle()
+    assert control.moment().errors == ()
+    assert not any(map(torch.equal, before, model.parameters()))
