@@ -53,7 +53,7 @@ class OwnBackward:
         self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._inner_inputs: list[torch.Tensor] = []
         # its gradient is added in the passes that add one to every leaf
-        self._leaf = torch.zeros((), requires_grad=True)
+        self._leaf = torch.zeros((), requires_grad=True, device=device)
         self._sources = [*self._inputs, *self._parameters.values(), self._leaf]
         self._autocast = AutocastState()
         self._state = State.of_model(model, device, self._leaves)

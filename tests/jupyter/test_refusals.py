@@ -388,7 +388,6 @@ def test_a_plan_that_its_cell_is_refused_for_does_not_stay(shell: Any, cell: Cel
     [
         ("--release-grads", "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "gradients: the loop takes the norm"),
         ("--release-grads", "optimizer.param_groups[0]['lr'] *= 0.9", "gradients: the loop changes the optimizer's settings"),
-        ("--accumulate 2", "loss.backward()", "backward() a second time through the loss of a split batch"),
     ],
 )  # fmt: skip
 def test_a_refusal_that_the_loop_catches_is_said_and_its_plan_leaves(
