@@ -5,6 +5,8 @@
 2. An *update* for each combination of settings that work on the optimizers.
 3. Accumulation repeats the pass with fewer rows: the first makes the gradients, the others add to them. Where the loop has
    its own loss, micro-batches are replayed; then the pass is traced with all of them.
+4. Where a step of the loop is recorded that does more than a call, its backward pass and the update
+   (`memlab.session.tape`), the pass is what it does before the update.
 
 Where gradients are released, updates are a part of the backward pass; and where parameters are off the device, passes
 and updates have parameters and gradients in common that are nowhere on it: there the whole step is traced as it would run.
