@@ -58,10 +58,10 @@ class Chooser(Observer):
         tape = self._tape()
         if len(self._choosers) == 1:
             known[0].tape = tape
-            is_final = tape_of(known) is not None
-            if is_first or is_final:
+            if is_first:
                 self._session.switch(self._chosen(known), now=True)
-            if is_final:
+            elif tape_of(known) is not None:
+                self._choose_again(known)
                 self.let_go()
             return
         if tape is None or tape.problem:
@@ -86,6 +86,13 @@ class Chooser(Observer):
         except RefusalError as refusal:
             self._session.log.note(f"refused {first.plan.label}: {refusal}")
             first.switch(self._session.plan, now=False)
+
+    def _choose_again(self, known: Sequence[Workload]) -> None:
+        """Choose with what is known of the loop by now; it trains already, and where nothing is found its plan stays."""
+        try:
+            self._session.switch(self._choose(known), now=True)
+        except MemlabError as refusal:
+            self._session.log.note(f"the plan stays, though with the loop's own loss counted: {refusal}")
 
     def _chosen(self, known: Sequence[Workload]) -> Plan:
         try:

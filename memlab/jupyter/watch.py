@@ -385,7 +385,8 @@ class CellWatch:
         for each, largest in zip(self.sessions, self._largest, strict=True):
             if largest.batch is not None and each.attached:
                 own = history_of(each.workload.model)
-                own.batch, own.tape = without_graph(largest.batch), meter.tape or own.tape
+                own.batch = without_graph(largest.batch)
+                own.tape = meter.tape or (own.tape if len(self.sessions) > 1 else None)
         notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
         history.add_steps(meter.steps, meter.times.steps_ended)

@@ -6,21 +6,20 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from memlab.errors import MemlabError, WorkloadError
-from memlab.measuring.runs import replayed, require_complete, training_step
+from memlab.measuring.runs import require_complete, training_step
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
-from memlab.session.tape import Tape, tape_of
+from memlab.session.tape import Tape
 
 
 class LiveModel:
@@ -146,11 +145,9 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
 def _steps(workload: Workload) -> Generator[float]:
     modes = {module: module.training for module in workload.model.modules()}
     workload.model.train()
-    tape = tape_of([workload])
-    step = partial(training_step, workload) if tape is None else replayed([workload], tape)
     try:
         while True:
-            yield step()
+            yield training_step(workload)
     finally:
         for module, was_training in modes.items():
             module.training = was_training

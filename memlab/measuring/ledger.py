@@ -183,8 +183,9 @@ class Ledger(WatchingMode):
 
     def leave_data(self) -> None:
         """Count batches of the steps before no more: what is left of them is the loop's data, like all other data."""
-        self._live = {key: alive for key, alive in self._live.items() if alive.number not in self._given}
-        self._given.clear()
+        if self._given:
+            self._live = {key: alive for key, alive in self._live.items() if alive.number not in self._given}
+            self._given.clear()
 
     def know(self, holdings: Iterable[Holding]) -> None:
         """Assign categories to tensors; those not tracked yet are counted from now on."""

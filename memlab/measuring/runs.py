@@ -255,8 +255,8 @@ def _measured_in(
         session.observers.only([Beside(meter, number)])
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)
-    meter.tape = tape_of(workloads)
-    step = partial(_in_turn, workloads) if meter.tape is None else replayed(workloads, meter.tape)
+    meter.tape = tape_of(workloads) if len(workloads) > 1 else None  # that of one is for stand-ins
+    step = partial(_in_turn, workloads) if meter.tape is None else _replayed(workloads, meter.tape)
     try:
         meter.plan_changed(plan)
         losses = [step() for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)]
@@ -271,7 +271,7 @@ def _in_turn(workloads: Sequence[Workload]) -> float:
     return sum(training_step(each, needs_loss=len(workloads) == 1) for each in workloads)
 
 
-def replayed(workloads: Sequence[Workload], tape: Tape) -> Callable[[], float]:
+def _replayed(workloads: Sequence[Workload], tape: Tape) -> Callable[[], float]:
     """Return what runs the step of a loop as it was recorded; which of its numbers is a loss is not known."""
     replay = Replay(
         tape,

@@ -134,6 +134,8 @@ class Meter(Observer):
 
     def take_in(self, model: torch.nn.Module, names: Sequence[str]) -> int:
         """Measure another model that trains in the same loop. Returns its number, for `call_begins`."""
+        self._stop_recording()
+        self.tape = None  # of the models before, which says nothing of all
         period = self.times.period
         period.observed_from = period.steps
         return self._models.add(model, names)
@@ -260,7 +262,8 @@ class Meter(Observer):
     def _begin_step(self, batch: Batch) -> OpenStep:
         observed = self.device.observes_every_step or self._is_due()
         step = OpenStep(begin=self.times.last_end or self.device.mark(), observed=observed)
-        self._ledger.leave_data()
+        if len(self._models) == 1:
+            self._ledger.leave_data()
         self._forget_peaks(step, inputs_of(batch) if observed else ())
         if observed:
             self._ledger.start()
@@ -315,7 +318,8 @@ class Meter(Observer):
         """Record the next step of the loop, if none was that is as large as the one that is over."""
         if self._recorder is not None:
             found = self._recorder.finish(step.samples)
-            self.tape, self._recorder = found or self.tape, None
+            is_void = found is not None and found.problem and len(self._models) == 1
+            self.tape, self._recorder = self.tape if is_void else found or self.tape, None
             self.records = found is not None  # compiled code stays in the way
         elif self.records and self._is_due() and (self.tape is None or self.tape.rows < step.samples):
             self._recorder = Recorder(self._models.all, self._models.optimizers)

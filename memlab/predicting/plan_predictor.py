@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memlab.errors import RefusalError, TraceError
+from memlab.errors import MemlabError, RefusalError, TraceError
 from memlab.hardware.gpus import Gpu
 from memlab.measuring.runs import Workloads, each_of, require_complete
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
@@ -144,6 +144,16 @@ class PlanPredictor:
         self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
         self._holds_outputs = False
+        if self._tape is not None and not others and not self._can_replay():
+            self._tape = None
+
+    def _can_replay(self) -> bool:
+        """Return whether the recorded step of one model runs without values, as its loop may ask for some."""
+        try:
+            self.parts(Plan())
+        except MemlabError:
+            return False
+        return True
 
     def learn(self, measured: Measurement) -> None:
         """Take from a measurement whether the loop holds the model's output until its next call, as `out = model(…)` does."""

@@ -85,7 +85,12 @@ class UncompiledMode(LoopMode):
         super().end()
 
 
-_call = (lambda func, args, kwargs: func(*args, **kwargs)).__code__
+def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    __tracebackhide__ = True
+    return func(*args, **kwargs)
+
+
+_LINES_BEFORE_CALL = 2
 
 
 def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -93,10 +98,12 @@ def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 
     For `__torch_function__` alone, which must call it itself.
     """
+    __tracebackhide__ = True
     frame = sys._getframe(2)
     if frame.f_globals.get("__name__") == "torch.overrides" and frame.f_back is not None:
         frame = frame.f_back.f_back or frame  # past a function of Python, which has handed itself over
-    code = _call.replace(co_filename=frame.f_code.co_filename, co_firstlineno=frame.f_lineno)
+    line = max(1, frame.f_lineno - _LINES_BEFORE_CALL)
+    code = _called.__code__.replace(co_filename=frame.f_code.co_filename, co_firstlineno=line)
     return FunctionType(code, frame.f_globals)(func, args, kwargs)
 
 

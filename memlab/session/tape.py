@@ -7,19 +7,23 @@ What a loop computes between its model calls (criteria, noise, penalties, clippi
 2. It goes from the end of one step to the end of the next, so that a `zero_grad()` anywhere is on it.
 3. A tensor is let go of where the loop did. What died in a backward pass was held by the graph alone, and is let go of before it.
    What outlives the step is replaced when the next one makes it again, as a variable is.
-4. What the loop was given (batches) is kept, of a GPU in host memory, parameters of other models weakly, and is there again in every step.
+4. What the loop was given (batches) is kept by reference, parameters of other models weakly, and is there again in every step.
    What the step writes to, or may without a trace, is copied first where it is run for real. A tensor with a graph that comes from
    nowhere, a model call within an optimizer's step and a step of too many functions make a tape void, with the reason in words.
+   The tape of one model is run on stand-ins alone: it keeps no more than shapes, and integers where they are few. Calls without
+   gradients (a validation) make it void.
 5. Where anything was compiled by ``torch.compile`` nothing is recorded (`memlab.runtime.loop_mode`).
+6. What recording meets that it does not understand makes the tape void, and is no error of the loop's.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -35,7 +39,9 @@ from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.tree import Structure, flatten, holds_tensors, tensors_in
 from memlab.runtime.workload import Batch, Workload
 
-_MOST_ENTRIES = 20_000
+_MOST_ENTRIES, _MOST_ENTRIES_OF_ONE = 20_000, 2_000
+# integers of one model's step: of a tensor, and of all
+_MOST_BYTES, _MOST_BYTES_OF_ALL = 2**20, 2**22
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # recorders by the thread whose loop they follow
@@ -92,7 +98,6 @@ class Tape:
 
     entries: Sequence[_Entry]
     given: Mapping[int, Callable[[], torch.Tensor | None]]  # what the loop was given, by number; None where it is gone
-    devices: Mapping[int, torch.device]  # of them
     written: Collection[int]  # numbers of those that it writes to
     gradients: Sequence[_Part]  # parameters that have a gradient when it begins
     models: tuple[weakref.ref[nn.Module], ...]
@@ -100,7 +105,7 @@ class Tape:
     rows: int  # of a step
     shapes: Any = ()  # of what a model was first called with, as `Batch.shapes`
     keeps_gradients: bool = False  # whether those of the step before are there when a model is first called
-    # whether a step is no more than a call that gives the loss, its backward pass and the update, begun without gradients
+    # whether a step has one call, which gives the loss, and begins without gradients
     is_plain: bool = False
     ends_with_update: bool = False  # whether no model is called after the first update
     problem: str = ""  # why it cannot be run again; empty when it can
@@ -169,15 +174,17 @@ class Recorder(UncompiledMode):
         self._gone: deque[_Alive] = deque()
         # with the version it had when it was first used; None where it has none
         self._given: dict[int, tuple[torch.Tensor, int | None]] = {}
-        self._devices: dict[int, torch.device] = {}
+        self._kept_bytes = 0
         self._entries: list[_Entry] = []
         self._numbers = 0
         self._within: _Entry | None = None  # the call or step under way
+        self._is_running = False  # whether a function of torch is under way
         self._was_missing = False  # whether it was not there when it should have been
         self._shapes: Any = ()
         self._keeps_gradients = False
         self._losses = 0  # calls that gave one
         self._problem = ""
+        self._process = os.getpid()
 
     def begin(self) -> None:
         parts = (
@@ -200,12 +207,12 @@ class Recorder(UncompiledMode):
         self._given, self._entries = {}, []
 
     def finish(self, rows: int) -> Tape | None:
-        """Stop recording; return the tape, or None where code that was compiled was in the way."""
+        """Stop recording; return the tape, or None where code that was compiled, or another thread, was in the way."""
+        was_there = not self._was_missing and recorder_here() is self
         self._note_gone(self._entries[-1].after if self._entries else [])
         whole, problem = self._entries, self._problem
         if any(tensor.grad_fn is not None for tensor, _ in self._given.values()):
             problem = problem or "a tensor with a graph was made where torch does not tell of it"
-        was_there = not self._was_missing
         models = tuple(weakref.ref(model) for model in self._models)
         optimizers = tuple(weakref.ref(optimizer) for optimizer in self._optimizers)
         given = {number: _reference(tensor) for number, (tensor, _) in self._given.items()}
@@ -219,68 +226,126 @@ class Recorder(UncompiledMode):
         is_plain = calls == self._losses == 1 and not self._keeps_gradients
         kinds = [type(entry.what) for entry in whole]
         ends = _Update in kinds and _Call not in kinds[kinds.index(_Update) :]
+        if len(models) == 1 and (is_plain or problem):
+            whole, given = [], {}  # nobody will run it
         self.drop()
         if not was_there:
             return None
         of_step = (self._shapes, self._keeps_gradients, is_plain, ends, problem)
-        return Tape(whole, given, self._devices, written, self._gradients, models, optimizers, rows, *of_step)
+        return Tape(whole, given, written, self._gradients, models, optimizers, rows, *of_step)
 
     # -- what is recorded ----------------------------------------------------------------------
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of a model, and record it as one."""
-        number = next((number for number, each in enumerate(self._models) if each is model), None)
-        if self._within is not None or number is None:
-            if self._within is not None and isinstance(self._within.what, _Update):
-                self._problem = "the loop calls a model within an optimizer's step"
+        entry = self._own(self._call_begins, model, args, kwargs)
+        if entry is None:
             return run(*args, **kwargs)
-        if not self._shapes:
-            self._shapes = Batch(args, dict(kwargs)).shapes
-            with torch._C.DisableTorchFunction():  # questions of the recorder's own
-                self._keeps_gradients = any(p.grad is not None for each in self._models for p in each.parameters())
-                self._let_go(tensors_in((args, kwargs)))
-        with self._entered(_Call(number, model.training), (args, dict(kwargs))) as entry:
+        try:
             output = run(*args, **kwargs)
-            self._number(entry, _by_place(output))
-            self._losses += loss_of(output) is not None
+        except BaseException:
+            self._forget(entry)
+            raise
+        finally:
+            self._come_back()
+        self._own(self._call_ended, entry, output)
         return output
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        number = next((number for number, each in enumerate(self._optimizers) if each is optimizer), None)
-        if number is None:
-            self._problem = f"{type(optimizer).__name__} is new in this step"
-        elif self._within is None:
-            self._within = self._entry(_Update(number), ())
-            self._leave()
+        self._own(self._update_begins, optimizer)
 
     def step_ended(self) -> None:
-        if self._within is not None:
+        if self._within is not None and isinstance(self._within.what, _Update):
             self._come_back()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        __tracebackhide__ = True
         kwargs = kwargs or {}
-        if self._within is not None or self._problem:
+        is_deaf = self._within is not None or self._problem or self._is_running
+        if is_deaf or recorder_here() is not self or os.getpid() != self._process:
             return called_from_loop(func, args, kwargs)
-        if func is torch.Tensor.__iter__:  # what comes out of an iterator would not be known
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
-        entry = self._entry(func, (args, kwargs))
+        entry = self._own(self._function_begins, func, args, kwargs)
+        self._is_running = True
         try:
             result = called_from_loop(func, args, kwargs)
         except BaseException:
             self._forget(entry)
             raise
+        finally:
+            self._is_running = False
+        if entry is not None:
+            self._own(self._function_ended, entry, func, result)
+        return result
+
+    def _own(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do the recorder's own work, of which tensors of the loop's own classes do not hear; what fails makes the tape void."""
+        if self._problem:
+            return None
+        try:
+            with torch._C.DisableTorchFunction():
+                return work(*args)
+        except Exception as error:  # noqa: BLE001 - the loop goes on whatever it is
+            self._give_up(f"{type(error).__name__}: {error}".splitlines()[0])
+            return None
+
+    def _give_up(self, problem: str) -> None:
+        """Make the tape void, and keep nothing of the loop's."""
+        self._problem = problem
+        self._known.clear()
+        self._given, self._entries = {}, []
+
+    def _call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Entry | None:
+        number = next((number for number, each in enumerate(self._models) if each is model), None)
+        if self._within is not None:
+            if isinstance(self._within.what, _Update):
+                self._give_up("the loop calls a model within an optimizer's step")
+            return None
+        if number is None:
+            return None
+        if self._is_running:
+            self._give_up("the loop calls a model within a function of torch")
+            return None
+        if len(self._models) == 1 and not torch.is_grad_enabled():
+            self._give_up("the loop calls the model without gradients")
+            return None
+        if not self._shapes:
+            self._shapes = Batch(args, dict(kwargs)).shapes
+            self._keeps_gradients = any(p.grad is not None for each in self._models for p in each.parameters())
+        self._within = self._entry(_Call(number, model.training), (args, dict(kwargs)))
+        self._leave()
+        return self._within
+
+    def _call_ended(self, entry: _Entry, output: Any) -> None:
+        self._number(entry, _by_place(output))
+        self._losses += loss_of(output) is not None
+
+    def _update_begins(self, optimizer: Optimizer) -> None:
+        number = next((number for number, each in enumerate(self._optimizers) if each is optimizer), None)
+        if number is None:
+            self._give_up(f"{type(optimizer).__name__} is new in this step")
+        elif self._is_running:
+            self._give_up("an optimizer steps within a function of torch, as in a backward pass")
+        elif self._within is None:
+            self._within = self._entry(_Update(number), ())
+            self._leave()
+
+    def _function_begins(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Entry:
+        if func is torch.Tensor.__deepcopy__:  # with a table of all that is copied
+            return self._entry(torch.clone, ((args[0].detach(),), {}))
+        return self._entry(func, (args, kwargs))
+
+    def _function_ended(self, entry: _Entry, func: Any, result: Any) -> None:
         if func in _BACKWARDS:
             self._note_gone(entry.before)
         tensors = tensors_in(result)
         if tensors or (result is None and any(isinstance(leaf, (_Value, _Part)) for leaf in entry.leaves)):
             self._number(entry, dict(enumerate(tensors)))
         else:
-            self._entries.pop()  # a question about a tensor
-        return result
+            self._forget(entry)  # a question about a tensor
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: _Entry | None) -> None:
         """Take off what has failed, which the loop may catch; nothing is there where whoever records has stopped meanwhile."""
         if self._entries and self._entries[-1] is entry:
             self._entries.pop()
@@ -294,49 +359,47 @@ class Recorder(UncompiledMode):
         self._was_missing |= not self._has_begun
         super().end()
 
-    @contextmanager
-    def _entered(self, what: _Call, arguments: Any) -> Iterator[_Entry]:
-        self._within = entry = self._entry(what, arguments)
-        self._leave()
-        try:
-            yield entry
-        except BaseException:
-            self._forget(entry)
-            raise
-        finally:
-            self._come_back()
-
     def _entry(self, what: Any, arguments: Any) -> _Entry:
         self._note_gone(self._entries[-1].after if self._entries else [])
         leaves, structure = flatten(arguments)
         entry = _Entry(what, [self._leaf(what, leaf) for leaf in leaves], structure, _mode())
+        most = _MOST_ENTRIES if len(self._models) > 1 else _MOST_ENTRIES_OF_ONE
+        if len(self._entries) == most:
+            raise WorkloadError(f"the loop calls more than {most:,} functions in one step")
         self._entries.append(entry)
-        if len(self._entries) > _MOST_ENTRIES:
-            self._problem = f"the loop calls more than {_MOST_ENTRIES:,} functions in one step"
         return entry
 
     def _leaf(self, what: Any, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             if holds_tensors(leaf):
-                self._problem = f"what is in a {type(leaf).__name__} is not known"
+                raise WorkloadError(f"what is in a {type(leaf).__name__} is not known")
             return leaf
         if (place := self._places.get(id(leaf))) is not None:
             return place
         known = self._known.get(id(leaf))
         if known is None or known() is not leaf:
             known = self._remember(leaf)
-            node = leaf.grad_fn
-            is_older = node is not None and node._sequence_nr() < self._first_node
-            # what was made in the step before is none of this step's graph
-            is_used = self._shapes and torch.is_grad_enabled() and what is not torch.Tensor.detach
-            given = leaf
-            if is_older and leaf.numel() == 1:
-                given = leaf.detach()
-            elif is_older and not is_used:
-                given = _shape_of(leaf)
-            self._devices[known.number] = leaf.device
-            self._given[known.number] = given, None if leaf.is_inference() else leaf._version
+            self._given[known.number] = self._kept(what, leaf), None if leaf.is_inference() else leaf._version
         return _Value(known.number)
+
+    def _kept(self, what: Any, given: torch.Tensor) -> torch.Tensor:
+        """Return what to keep of a tensor that the loop was given."""
+        node = given.grad_fn
+        is_used = self._shapes and torch.is_grad_enabled() and what is not torch.Tensor.detach
+        # what was made in the step before is none of this step's graph
+        is_older = node is not None and node._sequence_nr() < self._first_node and (given.numel() == 1 or not is_used)
+        if is_older and given.numel() == 1:
+            return given.detach()
+        if is_older:
+            return _shape_of(given)
+        if len(self._models) > 1 or node is not None:
+            return given
+        size_bytes = given.nbytes
+        self._kept_bytes += size_bytes
+        if given.is_floating_point() or size_bytes > _MOST_BYTES or self._kept_bytes > _MOST_BYTES_OF_ALL:
+            self._kept_bytes -= size_bytes
+            return _shape_of(given)
+        return given.detach().cpu().clone()
 
     def _number(self, entry: _Entry, results: Mapping[Any, torch.Tensor]) -> None:
         for place, result in results.items():
@@ -351,13 +414,6 @@ class Recorder(UncompiledMode):
         alive.key, alive.number = id(tensor), self._numbers
         self._numbers += 1
         return alive
-
-    def _let_go(self, inputs: Collection[torch.Tensor]) -> None:
-        """Keep no more than shapes of what is used before the first call alone: outputs of the step before, or raw data."""
-        kept = {id(tensor) for tensor in inputs}
-        for number, (tensor, version) in self._given.items():
-            if tensor.nbytes > SMALL_BYTES and tensor.is_floating_point() and id(tensor) not in kept:
-                self._given[number] = _shape_of(tensor), version
 
     def _note_gone(self, where: list[int]) -> None:
         while self._gone:
@@ -398,14 +454,12 @@ class Replay:
                 continue
             if self._stand_in is not None:
                 self._values[number] = self._stand_in(tensor)
-            elif number in self._tape.written:
-                self._values[number] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             else:
-                device = self._tape.devices[number]
-                here = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                if tensor.is_meta:
+                    tensor = torch.zeros_like(tensor, device=next(self._models[0].parameters()).device)
                 is_written = number in self._tape.written
                 self._values[number] = (
-                    here.detach().clone().requires_grad_(tensor.requires_grad) if is_written else here
+                    tensor.detach().clone().requires_grad_(tensor.requires_grad) if is_written else tensor
                 )
 
     def begin(self) -> None:
@@ -484,16 +538,14 @@ def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """Return what leads to a tensor; it keeps a parameter, which is another model's, from nobody, and no room on a GPU."""
-    if isinstance(tensor, nn.Parameter):
-        return weakref.ref(tensor)
-    kept = tensor if tensor.is_cpu or tensor.is_meta else tensor.detach().cpu().requires_grad_(tensor.requires_grad)
-    return lambda: kept
+    """Return what leads to a tensor; it keeps a parameter, which is another model's, from nobody."""
+    return weakref.ref(tensor) if isinstance(tensor, nn.Parameter) else lambda: tensor
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, without values and memory."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 def _mode() -> tuple[bool, str, torch.dtype | None]:

@@ -182,7 +182,8 @@ class Tracer:
             for _, seen in all_of_them:
                 seen.first_call = None
             before[:] = [replace(each, event=0) for each in recorder.priced]
-            recorder.leave_data()
+            if len(all_of_them) == 1:
+                recorder.leave_data()
             recorder.begin(
                 holding  # none of them is kept: the loop drops gradients
                 for session, seen in all_of_them
@@ -198,6 +199,8 @@ class Tracer:
         for _, seen in all_of_them:
             seen.first_call = first_call
             seen.start()
+        if len(all_of_them) > 1:  # which of them is called first, and how often for a step, is the loop's
+            first_call()
         replay.step()
         for _, seen in all_of_them:
             recorder.know([*state_of(seen.workload.optimizers), *parameters_of(seen.workload.model)])

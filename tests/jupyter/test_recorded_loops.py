@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from memlab.live.control import control_of
 from memlab.session import session_of
 from tests.jupyter.conftest import MAKE, Cell
-from tests.helpers.stages import Later
 
 NET = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -139,16 +136,6 @@ def test_a_budget_is_chosen_again_once_the_loss_of_the_loop_is_known(shell: Any,
     assert chosen.peak_allocated_bytes <= budget_bytes
 
 
-def test_trials_run_the_step_of_the_loop(shell: Any, cell: Cell) -> None:
-    made, loop = LOOPS["gradients that are dropped after the forward pass"]
-    cell(NET + made)
-    cell(f"%%memfit\n{loop}")
-    before = [parameter.clone() for parameter in shell.user_ns["model"].parameters()]
-    compared = shell.run_line_magic("memfit", 'compare "--bf16"')
-    assert compared.measurements[0].peak_allocated_bytes == pytest.approx(peaks(shell)["as written"], rel=1e-3)
-    assert all(map(torch.equal, before, shell.user_ns["model"].parameters()))
-
-
 def test_outputs_of_the_step_before_are_not_kept(shell: Any, cell: Cell) -> None:
     shell.user_ns["gone"] = gone = []
     cell("import torch, weakref\nmodel = torch.nn.Linear(64, 512); optimizer = torch.optim.SGD(model.parameters())\n")
@@ -181,18 +168,60 @@ with warnings.catch_warnings(record=True) as said:
     assert ran.out == "{True} 4\n"
 
 
-def test_a_panel_runs_the_step_of_the_loop(shell: Any, cell: Cell) -> None:
-    made, loop = LOOPS["gradients that are dropped after the forward pass"]
+@pytest.mark.parametrize(
+    ("made", "step"),
+    [
+        ("few = torch.eye(8).to_sparse()", "loss = model(few @ torch.ones(8, 16)).square().mean()"),
+        (
+            """class Strict(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func not in (torch.nn.functional.linear, torch.Tensor.square, torch.Tensor.mean, torch.Tensor.add, torch.Tensor.backward):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+x = torch.ones(8, 16).as_subclass(Strict)""",
+            "loss = torch.nn.functional.linear(x, model.weight).square().mean() + 0 * model(torch.ones(8, 16)).sum()",
+        ),
+        ("import copy", "loss = model(torch.ones(8, 16)).square().mean(); best = copy.deepcopy(model.state_dict())"),
+        (
+            "ids = torch.arange(8)",
+            "m = torch.rand(8) > 0.5; m[0] = True; loss = model(torch.ones(8, 16))[m].square().mean()",
+        ),
+    ],
+    ids=["sparse", "a strict class of tensors", "copies", "a loss that asks for values"],
+)
+def test_what_a_recorder_meets_is_no_error_of_the_loop(shell: Any, cell: Cell, made: str, step: str) -> None:
+    cell(
+        f"import torch\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(16, 4); optimizer = torch.optim.SGD(model.parameters())\n{made}"
+    )
+    ran = cell(
+        f"%%memfit\nfor _ in range(5):\n    {step}\n    loss.backward(); optimizer.step(); optimizer.zero_grad()"
+    )
+    assert ran.error is None, ran.err
+    assert "5 steps" in ran.out
+    assert cell("%memfit predict").error is None
+    ran = cell(
+        f"%%memfit --budget 1MiB\nfor _ in range(5):\n    {step}\n    loss.backward(); optimizer.step(); optimizer.zero_grad()"
+    )
+    assert ran.error is None, ran.err
+
+
+def test_a_budget_that_the_loss_of_the_loop_does_not_fit_lets_the_loop_go_on(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["a criterion, and an output that is held and counted after the update"]
     cell(NET + made)
-    cell(f"%%memfit\n{loop}")
-    model, stage = shell.user_ns["model"], Later()
-    control, before = control_of(model), [parameter.clone() for parameter in model.parameters()]
-    control.stage = stage
-    control.run(keep=True)
-    stage.idle()
-    for _ in range(3):
-        stage.played[0].advance()
-    control.cancel()
-    stage.idle()
-    assert control.moment().errors == ()
-    assert not any(map(torch.equal, before, model.parameters()))
+    ran = cell(f"%%memfit --budget 1850KiB\n{loop}")
+    assert ran.error is None, ran.err
+    assert "the plan stays, though with the loop's own loss counted: nothing fits into" in ran.out
+    assert session_of(shell.user_ns["model"]).steps == 6
+
+
+def test_an_error_of_the_loop_shows_the_loop_alone(cell: Cell) -> None:
+    cell(MAKE)
+    ran = cell("""%%memfit
+for step in range(3):
+    loss = torch.nn.functional.cross_entropy(model(inputs), target[: 5 if step == 1 else 12])
+    loss.backward()
+    optimizer.step()
+""")
+    assert "memlab" not in ran.out + ran.err
+    assert "Expected input batch_size (12) to match target batch_size (5)" in ran.out + ran.err
