@@ -352,7 +352,7 @@ class Recorder(UncompiledMode):
 
     def _come_back(self) -> None:
         self._within = None
-        if self in _recorders.values():
+        if self in _recorders.values() and not self._problem:
             super().begin()
 
     def _leave(self) -> None:
@@ -394,12 +394,12 @@ class Recorder(UncompiledMode):
             return _shape_of(given)
         if len(self._models) > 1 or node is not None:
             return given
-        size_bytes = given.nbytes
-        self._kept_bytes += size_bytes
-        if given.is_floating_point() or size_bytes > _MOST_BYTES or self._kept_bytes > _MOST_BYTES_OF_ALL:
-            self._kept_bytes -= size_bytes
+        size_bytes = given.untyped_storage().nbytes()  # all of which a view keeps
+        is_small = size_bytes <= _MOST_BYTES and self._kept_bytes + size_bytes <= _MOST_BYTES_OF_ALL
+        if given.is_floating_point() or not is_small:
             return _shape_of(given)
-        return given.detach().cpu().clone()
+        self._kept_bytes += size_bytes
+        return given.detach()
 
     def _number(self, entry: _Entry, results: Mapping[Any, torch.Tensor]) -> None:
         for place, result in results.items():
