@@ -22,7 +22,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -384,6 +384,8 @@ class Recorder(UncompiledMode):
 
     def _kept(self, what: Any, given: torch.Tensor) -> torch.Tensor:
         """Return what to keep of a tensor that the loop was given."""
+        if given.layout is not torch.strided:
+            raise WorkloadError(f"the loop has a {str(given.layout).removeprefix('torch.')} tensor")
         node = given.grad_fn
         is_used = self._shapes and torch.is_grad_enabled() and what is not torch.Tensor.detach
         # what was made in the step before is none of this step's graph
@@ -508,7 +510,7 @@ class Replay:
         else:
             results = dict(enumerate(tensors_in(what(*args, **kwargs))))
             if results and len(results) != len(entry.results):
-                raise WorkloadError(f"{what} gives {len(results)} tensors, and gave {len(entry.results)} in the loop")
+                raise TraceError(f"{what} gives {len(results)} tensors, and gave {len(entry.results)} in the loop")
         del args, kwargs
         for place, number in entry.results.items():
             if number >= 0 and place in results:
@@ -530,11 +532,6 @@ def _by_place(output: Any) -> dict[Any, torch.Tensor]:
         items = enumerate(output) if isinstance(output, tuple | list) else ((0, output),)
     found = {(name, place): leaf for name, item in items for place, leaf in enumerate(flatten(item)[0])}
     return {place: leaf for place, leaf in found.items() if isinstance(leaf, torch.Tensor)}
-
-
-def _parts_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -152,6 +154,27 @@ for step in range(5):
     assert [each() is None for each in gone] == [True] * 4 + [False]
 
 
+def test_data_of_the_loop_are_not_kept(shell: Any, cell: Cell) -> None:
+    cell("""
+import torch
+model = torch.nn.Linear(64, 8); optimizer = torch.optim.SGD(model.parameters())
+inputs, target = torch.randn(2**14, 64), torch.randint(0, 8, (2**18,))
+""")
+    ran = cell("""%%memfit
+for step in range(4):
+    chosen = torch.randint(0, 2**14, (32,))
+    loss = torch.nn.functional.cross_entropy(model(inputs[chosen]), target[chosen])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""")
+    assert ran.error is None
+    left = [weakref.ref(shell.user_ns[name]) for name in ("inputs", "target")]
+    cell("del inputs, target")
+    gc.collect()
+    assert [each() for each in left] == [None, None]
+
+
 def test_a_warning_shows_the_line_of_the_loop(cell: Cell) -> None:
     cell(MAKE)
     ran = cell("""%%memfit
@@ -184,7 +207,7 @@ x = torch.ones(8, 16).as_subclass(Strict)""",
         ),
         ("import copy", "loss = model(torch.ones(8, 16)).square().mean(); best = copy.deepcopy(model.state_dict())"),
         (
-            "ids = torch.arange(8)",
+            "",
             "m = torch.rand(8) > 0.5; m[0] = True; loss = model(torch.ones(8, 16))[m].square().mean()",
         ),
     ],
@@ -204,6 +227,23 @@ def test_what_a_recorder_meets_is_no_error_of_the_loop(shell: Any, cell: Cell, m
         f"%%memfit --budget 1MiB\nfor _ in range(5):\n    {step}\n    loss.backward(); optimizer.step(); optimizer.zero_grad()"
     )
     assert ran.error is None, ran.err
+
+
+def test_a_model_that_is_called_with_a_sparse_tensor_trains_on(cell: Cell) -> None:
+    ran = cell("""%%memfit
+import torch
+class Graph(torch.nn.Linear):
+    def forward(self, x, among):
+        return super().forward(among @ x)
+few, model = torch.eye(8).to_sparse(), Graph(16, 4)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(5):
+    model(torch.ones(8, 16), few).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    assert ran.error is None, ran.err
+    assert "5 steps" in ran.out
 
 
 def test_a_budget_that_the_loss_of_the_loop_does_not_fit_lets_the_loop_go_on(shell: Any, cell: Cell) -> None:
