@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.runtime.aliases import is_shared
+from memlab.runtime.lifetimes import is_shared
 from memlab.units import MIB
 
 WIDE_BYTES = 32 * MIB

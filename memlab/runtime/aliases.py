@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.runtime.touch import own_class
 
-# references to the storage of a tensor that nobody shares: the tensor's and the one made to count them
-_UNSHARED = 2
 _FIELD = "accumulation"
 _KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
 
@@ -20,13 +19,13 @@ class Aliases:
     """Leaves that share storage with a model's trainable parameters and take their place for a while."""
 
     def __init__(self, model: nn.Module) -> None:
-        by_id: dict[int, nn.Parameter] = {}
-        self._sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        by_id: dict[int, torch.Tensor] = {}
+        self._sites: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
         self.originals: list[nn.Parameter] = []
-        self.aliases: list[nn.Parameter] = []
+        self.aliases: list[torch.Tensor] = []
         for module, name, parameter in _trainable(model):
             if id(parameter) not in by_id:
-                by_id[id(parameter)] = nn.Parameter(parameter.detach())
+                by_id[id(parameter)] = stand_in_for(parameter, parameter.detach())
                 self.originals.append(parameter)
                 self.aliases.append(by_id[id(parameter)])
             self._sites.append((module, name, parameter, by_id[id(parameter)]))
@@ -123,6 +122,27 @@ def _trainable(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]
                 yield module, name, parameter
 
 
+def stand_in_for(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with other data, of the class of a tensor and with its attributes: a forward may ask for both.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> weight.gain = 0.5
+        >>> other = stand_in_for(weight, torch.zeros(2))
+        >>> type(other).__name__, other.gain, other.requires_grad
+        ('Parameter', 0.5, True)
+    """
+    kind = own_class(tensor)
+    if kind is torch.Tensor or issubclass(kind, nn.Parameter):
+        made: torch.Tensor = torch.Tensor._make_subclass(kind, data, tensor.requires_grad)
+        made.__dict__ = tensor.__dict__
+        return made
+    is_parameter = isinstance(tensor, nn.Parameter)
+    made = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.requires_grad_(tensor.requires_grad)
+    vars(made).update({**vars(tensor), **vars(made)})  # a fake keeps what is its own in attributes as well
+    return made
+
+
 def version_of(gradient: torch.Tensor | None) -> int:
     """Return how often a gradient has been written to; -1 where there is none."""
     return -1 if gradient is None else gradient._version
@@ -134,26 +154,3 @@ def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.data.copy_(values)
     else:
         tensor.data = values.clone()
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor, a view or a saved one too, has the same storage.
-
-    Example:
-        >>> one = torch.ones(2)
-        >>> is_shared(one), (view := one[:1]) is None, is_shared(one)
-        (False, False, True)
-    """
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
-
-
-def is_saved(parameter: torch.Tensor) -> bool:
-    """Return whether autograd has saved a parameter itself, and is to read its values in a backward pass.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(2))
-        >>> is_saved(weight), (penalty := weight.square().sum()).item(), is_saved(weight)
-        (False, 2.0, True)
-    """
-    # beside the tensor, the node that adds its gradient up holds it
-    return bool(parameter._use_count() > 1 + parameter.requires_grad)  # type: ignore[attr-defined]

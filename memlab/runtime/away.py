@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from memlab.runtime.aliases import is_shared
 from memlab.runtime.callers import is_own_code
 from memlab.runtime.homes import home_of, is_at_rest, rests
+from memlab.runtime.lifetimes import is_shared
 from memlab.runtime.touch import Watched, uses_values
 from memlab.runtime.tree import flatten, in_leaves
 

@@ -11,7 +11,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
+import torch
+
 _T = TypeVar("_T")
+# references to the storage of a tensor that nobody shares: the tensor's and the one made to count them
+_UNSHARED = 2
 
 
 class WhileAlive(Generic[_T]):
@@ -76,3 +80,26 @@ class Departures(Generic[_T]):
         """Yield the notes of those that have gone since this was last asked, by one thread at a time."""
         while self._gone:
             yield self._notes.pop(id(self._gone.popleft()))[1]
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor, a view or a saved one too, has the same storage.
+
+    Example:
+        >>> one = torch.ones(2)
+        >>> is_shared(one), (view := one[:1]) is None, is_shared(one)
+        (False, False, True)
+    """
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
+
+
+def is_saved(parameter: torch.Tensor) -> bool:
+    """Return whether autograd has saved a parameter itself, and is to read its values in a backward pass.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> is_saved(weight), (penalty := weight.square().sum()).item(), is_saved(weight)
+        (False, 2.0, True)
+    """
+    # beside the tensor, the node that adds its gradient up holds it
+    return bool(parameter._use_count() > 1 + parameter.requires_grad)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.runtime.aliases import put_back
+from memlab.runtime.aliases import put_back, stand_in_for
 from memlab.runtime.containers import Items, Mapping
 from memlab.runtime.reach import SMALL_BYTES, ModuleHooks, Walk
 from memlab.runtime.rng import Randomness
@@ -93,7 +93,7 @@ class KeptTensor:
         if self._copy is None:
             seen = self.seen if with_graph else None
             return self._held if seen is None else seen
-        return self._copy.requires_grad_(self._held.requires_grad).clone()
+        return stand_in_for(self._held, self._copy.clone())
 
     @property
     def original(self) -> torch.Tensor:

@@ -52,6 +52,8 @@ LEAST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 64 * 2**20
 _SHARES = 32
 _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# optimizers that treat all parameters of a group alike
+_WITHOUT_PLACES = "torch.optim."
 _SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
 
 
@@ -138,19 +140,32 @@ def plain_stepper(optimizer: Optimizer) -> Stepper:
 
 @contextmanager
 def _only(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Leave only these parameters in the groups; afterwards the groups hold the very same lists."""
+    """Have a step update these parameters alone; afterwards groups and gradients are the very same.
+
+    Torch's own optimizers find only these in their groups. Others may tell parameters apart by their places there, as those of
+    bitsandbytes do for which settings were overridden, so there the others stay, and have no gradient for as long.
+    """
     chosen = {id(parameter) for parameter in parameters}
     lists = [(group, group["params"]) for group in optimizer.param_groups]
     hooks = {name: getattr(optimizer, name) for name in _HOOKS}
+    hidden: list[tuple[Parameter, torch.Tensor]] = []
     try:
         for group, everything in lists:
-            group["params"] = [parameter for parameter in everything if id(parameter) in chosen]
+            if type(optimizer).__module__.startswith(_WITHOUT_PLACES):
+                group["params"] = [parameter for parameter in everything if id(parameter) in chosen]
+                continue
+            for parameter in everything:
+                if id(parameter) not in chosen and (gradient := parameter.grad) is not None:
+                    hidden.append((parameter, gradient))
+                    parameter.grad = None
         optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
         yield
     finally:
         optimizer.__dict__.update(hooks)
         for group, everything in lists:
             group["params"] = everything
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
 
 # --- one step -------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.runtime.aliases import is_shared
 from memlab.runtime.callers import is_own_code
 from memlab.runtime.dispatch import never_compile
+from memlab.runtime.lifetimes import is_shared
 from memlab.runtime.tree import flatten, tensors_in
 
 _READ = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # attributes

@@ -47,7 +47,8 @@ class Replica:
         self._trained = {n: p.requires_grad for n, p in model.named_parameters()}
         self._users = model
         for parameter in model.parameters():
-            self._made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            self._made[id(parameter)] = made = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            vars(made).update(vars(parameter))  # attributes that a forward may read; an engine adds its own
         self._pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
         self._given: dict[nn.Module, dict[str, Any]] = {}  # what the second of a module was given, or has set itself
         self.model: nn.Module = self._second(model)

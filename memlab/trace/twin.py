@@ -32,6 +32,7 @@ from memlab.errors import TraceError
 from memlab.runtime.hooks import HOOK_OPTIONS
 from memlab.runtime.reach import keeps_state_in_modules
 from memlab.runtime.touch import own_class
+from memlab.runtime.tree import own_attributes
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import session_of
 
@@ -142,7 +143,9 @@ class Twin:
             with self.fake_mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            vars(parameter).update(own_attributes(tensor))  # a forward may read them
+            return parameter
         return made.requires_grad_(tensor.requires_grad) if made.is_floating_point() else made
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -295,3 +295,21 @@ except RuntimeError as error:
 def test_a_program_ends_as_ever_after_a_step_that_raised() -> None:
     ran = subprocess.run([sys.executable, "-c", _RAISES_IN_ITS_STEP], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "in the step\n", "")
+
+
+def test_settings_of_single_parameters_stay_theirs_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = bitsandbytes.optim.GlobalOptimManager
+    states = []
+    for bucket_bytes in (2**30, 1):
+        monkeypatch.setattr(manager, "_instance", None)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        # by its place in the groups, as Trainer does for embeddings
+        manager.get_instance().register_module_override(model[1], "weight", {"optim_bits": 32})
+        optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 64)).sum().backward()
+            gradients = [p.grad for p in model.parameters()]
+            run_step(optimizer, [], bucket_bytes)
+            assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+        states.append([optimizer.state[layer.weight]["state1"].dtype for layer in model])
+    assert states == [[torch.uint8, torch.float32, torch.uint8]] * 2

@@ -68,6 +68,13 @@ class LiveFsdp2(InKernel):
             if not parameter.is_contiguous() or not parameter.dim():
                 what = "a scalar" if not parameter.dim() else "not contiguous"
                 raise RefusalError("scale", f"{name} is {what}, which FSDP2 does not shard", "use --scale zero2")
+            attributes = [attribute for attribute in vars(parameter) if not attribute.startswith("_")]
+            if attributes:
+                raise RefusalError(
+                    "scale",
+                    f"{name} has the attribute .{attributes[0]}, which FSDP2 leaves off the parameters that it makes",
+                    "use --scale zero2",
+                )
 
     def _begin(self, undo: ExitStack) -> None:
         assert self._replica is not None

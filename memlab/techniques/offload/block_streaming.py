@@ -32,11 +32,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from memlab.runtime.aliases import is_shared
 from memlab.runtime.homes import rests
 from memlab.runtime.hooks import keep_out_of_copies
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lifetimes import WhileAlive
+from memlab.runtime.lifetimes import WhileAlive, is_shared
 from memlab.techniques.offload.spill import Spill
 
 _Slot = tuple[nn.Module, str]

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.runtime.aliases import is_saved, is_shared
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
 from memlab.runtime.callers import is_own_code
+from memlab.runtime.lifetimes import is_saved, is_shared
 from memlab.runtime.touch import SET_DATA, SET_GRAD, Watched, uses_values
 from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, is_dense
 

@@ -35,8 +35,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime import optimizer_step
-from memlab.runtime.aliases import is_saved
 from memlab.runtime.backward import is_added
+from memlab.runtime.lifetimes import is_saved
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.workload import Workload

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from memlab.runtime.aliases import is_shared
 from memlab.runtime.homes import home_of
+from memlab.runtime.lifetimes import is_shared
 from memlab.techniques.precision.moments import join_master, split_master
 
 
