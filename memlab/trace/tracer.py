@@ -38,7 +38,7 @@ from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Layout, row_ranges
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
-from memlab.trace.marks import Mark, marking
+from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.rows import flat, with_rows
 from memlab.trace.twin import Twin, live_tensors
@@ -71,17 +71,20 @@ class Trace:
     notes: tuple[str, ...]  # what techniques had to say, and what was left out
     outputs: tuple[int, ...] = ()  # numbers of the storages the model's outputs lie in, beside scalars
     trained: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient
-    # number of births and deaths before a gradient was complete, by number of its storage
-    settled: Mapping[int, int] = field(default_factory=dict)
     # number of the storage that the first product of matrices filled, outside of backward and in it
     products: Mapping[bool, int] = field(default_factory=dict)
-    marks: tuple[Mark, ...] = ()  # of the modules that were to be marked, in order
+    marks: tuple[Mark, ...] = ()  # of gradients, and of the modules that were to be marked, in order
     is_decided: bool = False  # whether the first pass decides how those after it are run
 
     @property
     def has_surrogate_loss(self) -> bool:
         """Return whether the loop's own loss is not known, and something in its place was differentiated."""
         return _NO_LOSS in self.notes
+
+    @functools.cached_property
+    def settled(self) -> dict[int, int]:
+        """Return the number of births and deaths before a gradient was complete, by number of its storage."""
+        return {mark.storage: mark.event for mark in self.marks if mark.moment is MarkedEvents.SETTLED}
 
     @functools.cached_property
     def bill(self) -> Bill:
@@ -221,7 +224,13 @@ class Tracer:
         return accepts_use_cache(workload.model) and call_of(workload).kwargs.get("use_cache") is not False
 
     def one_pass(
-        self, plan: Plan, rows: int | None = None, *, use_cache: bool = True, after: int | None = None
+        self,
+        plan: Plan,
+        rows: int | None = None,
+        *,
+        use_cache: bool = True,
+        after: int | None = None,
+        is_first: bool = False,
     ) -> Trace:
         """Trace forward and backward of one batch, without gradients before.
 
@@ -230,11 +239,13 @@ class Tracer:
             rows: rows of the batch; by default as many as it has. Others are made by repeating rows.
             use_cache: False switches the model's key-value cache off, as accumulation does.
             after: where calls decide how later ones are run, one of so many rows went before.
+            is_first: none went before.
         """
         workload = self._pass_of(rows, use_cache=use_cache)
         with self._session(plan) as (session, seen):
-            for earlier in (workload,) if after is None else (self._with_rows(after), workload):
-                self._let_learn(session, earlier, seen)
+            earlier = (workload,) if after is None else (self._with_rows(after), workload)
+            for each in () if is_first else earlier:
+                self._let_learn(session, each, seen)
             return self._one_pass(session, seen, workload)
 
     def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
@@ -249,12 +260,6 @@ class Tracer:
             workload.model.zero_grad(set_to_none=True)
             return first, self._one_pass(session, seen, workload)
 
-    def first_pass(self, plan: Plan, rows: int | None = None, *, use_cache: bool = True) -> Trace:
-        """Trace the first pass of all, which may decide how those after it are run; else as `one_pass`."""
-        workload = self._pass_of(rows, use_cache=use_cache)
-        with self._session(plan) as (session, seen):
-            return self._one_pass(session, seen, workload)
-
     def _pass_of(self, rows: int | None, *, use_cache: bool) -> Workload:
         workload = self.twin.workload if rows is None else self._with_rows(rows)
         if use_cache or workload.loss_fn is not None:
@@ -266,8 +271,7 @@ class Tracer:
         seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
         seen.start()
         marks: list[Mark] = []
-        marked = marking(workload.model, self.marked, seen.recorder, marks) if self.marked else nullcontext()
-        with _settling(workload.model, seen.recorder), marked:
+        with marking(workload.model, self.marked, seen.recorder, marks):
             loss = self._backward(workload, seen)
         seen.recorder.know(gradients_of(workload.model))
         trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
@@ -518,7 +522,6 @@ class _StepObserver(LedgerObserver):
             (*self.notes, *session.notes),
             tuple(self.outputs),
             trained,
-            dict(self.recorder.settled),
             dict(self.recorder.products),
         )
 
@@ -572,16 +575,6 @@ def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as undo:
         stand_in(model, "forward", watched, undo)
-        yield
-
-
-@contextmanager
-def _settling(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Let the recorder know when gradients are complete: those of tied weights have to wait for one another."""
-    with ExitStack() as undo:
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            settled = parameter.register_post_accumulate_grad_hook(recorder.gradient_settled)  # type: ignore[no-untyped-call]
-            undo.callback(settled.remove)
         yield
 
 
