@@ -319,18 +319,11 @@ class Tracer:
         """
         chosen = set(trained)
         with self._session(plan) as (session, seen):
-            parameters = [p for n, p in enumerate(seen.workload.model.parameters()) if n in chosen]
-            first, second = (self._one_update(session, seen, parameters) for _ in range(_STEPS))
+            model = seen.workload.model
+            held = [*parameters_of(model), *_held(session)]
+            parameters = [p for n, p in enumerate(model.parameters()) if n in chosen]
+            first, second = (self._one_update(session, seen, held, parameters) for _ in range(_STEPS))
             return first, second
-
-    def _one_update(self, session: Session, seen: _StepObserver, parameters: Iterable[nn.Parameter]) -> Trace:
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        model, optimizers = seen.workload.model, seen.workload.optimizers
-        seen.recorder.begin([*parameters_of(model), *_held(session), *gradients_of(model), *state_of(optimizers)])
-        seen.start()
-        self._update(seen)
-        return seen.finish(session)
 
     def update_of_flats(self, elements: Sequence[int]) -> Trace:
         """Trace an update like all that follow the first, of optimizers that step one flat tensor for each group.
@@ -338,13 +331,15 @@ class Tracer:
         Args:
             elements: of the tensor of each group, of all optimizers; 0 for no tensor.
         """
-        with self._session(Plan()) as (_, seen):
+        with self._session(Plan()) as (session, seen):
             groups = [group for optimizer in seen.workload.optimizers for group in optimizer.param_groups]
             before = [group["params"] for group in groups]
             try:
                 for group, size in zip(groups, elements, strict=True):
                     group["params"] = [self._flat(size)] if size else []
-                return [self._one_update_of(groups, seen) for _ in range(_STEPS)][-1]
+                parameters = [parameter for group in groups for parameter in group["params"]]
+                held = [(Category.PARAMETERS, parameter) for parameter in parameters]
+                return [self._one_update(session, seen, held, parameters) for _ in range(_STEPS)][-1]
             finally:
                 for group, parameters in zip(groups, before, strict=True):
                     group["params"] = parameters
@@ -353,19 +348,17 @@ class Tracer:
         with self.twin.fake_mode:
             return nn.Parameter(torch.empty(elements, device="cpu"))
 
-    def _one_update_of(self, groups: Sequence[Mapping[str, Any]], seen: _StepObserver) -> Trace:
-        parameters = [parameter for group in groups for parameter in group["params"]]
+    def _one_update(
+        self, session: Session, seen: _StepObserver, held: Iterable[Holding], parameters: Sequence[nn.Parameter]
+    ) -> Trace:
+        """An update of parameters, each with a gradient; what is held lives before it."""
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        held = [(Category.PARAMETERS, parameter) for parameter in parameters]
         gradients = [(Category.GRADIENTS, parameter.grad) for parameter in parameters]
         seen.recorder.begin([*held, *gradients, *state_of(seen.workload.optimizers)])
-        seen.recorder.start()
-        for optimizer in seen.workload.optimizers:
-            type(optimizer).step(optimizer)
-        seen.recorder.know([*state_of(seen.workload.optimizers), *held])
-        seen.recorder.stop()
-        return Trace(seen.recorder.finish(), tuple(seen.recorder.priced), tuple(seen.recorder.hidden), 0, 0, 0, ())
+        seen.start()
+        self._update(seen)
+        return seen.finish(session)
 
     def one_probe(self, parts: int) -> Trace:
         """Trace the look at a few rows that accumulation takes before it first splits a batch.
