@@ -9,8 +9,7 @@ MemlabError
 ├── SessionError       a session used after its end, or from inside a step
 ├── TraceError         a step that cannot be predicted: which operator, and what to do instead
 ├── ScaleError         training in many processes: what cannot be sent, which rank failed and how
-├── BudgetError        a budget that no plan fits: how far off it is, and which GPU would do
-└── DoesNotFitError    a request a simulated device has no room for (in memlab.allocator)
+└── BudgetError        a budget that no plan fits: how far off it is, and which GPU would do
 
 Each message says what was given, what is allowed and what to do. The magics print it as one
 line; the Python API raises it.

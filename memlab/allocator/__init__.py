@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from memlab.allocator.allocator import Allocator
 from memlab.allocator.blocks import Block, MemorySegment, SegmentBlock
-from memlab.allocator.history import Action, Context, Entry, Event, Frame
+from memlab.allocator.history import Action, Context, Entry
 from memlab.allocator.memory_viz import memory_viz
 from memlab.allocator.settings import Settings
-from memlab.allocator.statistics import DoesNotFitError, OutOfMemory, Statistics
 
 __all__ = [
     "Action",
     "Allocator",
     "Block",
     "Context",
-    "DoesNotFitError",
     "Entry",
-    "Event",
-    "Frame",
     "MemorySegment",
-    "OutOfMemory",
     "SegmentBlock",
     "Settings",
-    "Statistics",
     "memory_viz",
 ]

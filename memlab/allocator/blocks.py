@@ -7,41 +7,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from memlab.allocator.history import NO_CONTEXT, Context
-from memlab.allocator.sizes import OWN_SEGMENT_STEP_BYTES, UNLIMITED_BYTES, round_up
-from memlab.allocator.statistics import PoolStatistics
+from memlab.allocator.sizes import OWN_SEGMENT_STEP_BYTES, round_up
 
 # where a CUDA process finds its device memory; only the order of addresses matters, and that traces look familiar
 _FIRST_ADDRESS = 0x7F00_0000_0000
-# assumed of a device without a limit, to size the ranges of expandable segments
-_UNLIMITED_DEVICE_BYTES = 2**40
 
 
 class DeviceMemory:
-    """Memory that is taken and given back by whole segments and pages.
+    """Memory that is taken and given back by whole segments and pages."""
 
-    Args:
-        capacity_bytes: what the allocator can get, None for no limit.
-        total_bytes: what the device has altogether, context and other programs included.
-    """
+    __slots__ = ("_next_address", "peak_bytes", "used_bytes")
 
-    __slots__ = ("_next_address", "capacity_bytes", "limit_bytes", "total_bytes", "used_bytes")
-
-    def __init__(self, capacity_bytes: int | None, total_bytes: int | None) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.limit_bytes = UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes
-        self.total_bytes = total_bytes or capacity_bytes or _UNLIMITED_DEVICE_BYTES
-        self.used_bytes = 0
+    def __init__(self) -> None:
+        self.used_bytes = self.peak_bytes = 0
         self._next_address = _FIRST_ADDRESS
 
-    @property
-    def free_bytes(self) -> int:
-        return self.limit_bytes - self.used_bytes
-
-    def take(self, size: int) -> bool:
-        if size > self.free_bytes:
-            return False
+    def take(self, size: int) -> None:
         self.used_bytes += size
-        return True
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def give_back(self, size: int) -> None:
         self.used_bytes -= size
@@ -72,8 +55,7 @@ class Block:
     """A stretch of one segment: in use, free, or (in an expandable segment) not mapped."""
 
     __slots__ = (
-        "address", "allocated", "context", "lookups_before", "mapped", "next", "pool", "prev", "range",
-        "requested", "size", "stream",
+        "address", "allocated", "context", "mapped", "next", "pool", "prev", "range", "requested", "size", "stream",
     )  # fmt: skip
 
     def __init__(self, address: int, size: int, stream: int, pool: BlockPool, range: Range | None = None) -> None:  # noqa: A002
@@ -85,7 +67,6 @@ class Block:
         self.requested = 0
         self.allocated = False
         self.mapped = True
-        self.lookups_before = 0
         self.prev: Block | None = None
         self.next: Block | None = None
         self.context: Context = NO_CONTEXT
@@ -120,10 +101,10 @@ class Block:
         if after is not None:
             after.prev = self
 
-    def absorb(self, other: Block | None) -> int:
-        """Merge with a free neighbour in the same state and return its size, 0 when there is nothing to merge."""
+    def absorb(self, other: Block | None) -> None:
+        """Merge with a neighbour where that is free and in the same state."""
         if other is None or other.allocated or other.mapped != self.mapped:
-            return 0
+            return
         other.pool.remove(other)
         if other is self.prev:
             self.address = other.address
@@ -131,21 +112,17 @@ class Block:
         else:
             self.link(self.prev, other.next)
         self.size += other.size
-        return other.size
 
 
 class BlockPool:
     """The free and the unmapped blocks of one pool."""
 
-    def __init__(self, *, is_small: bool, meters: tuple[PoolStatistics, PoolStatistics]) -> None:
+    def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
-        self.meters = meters
-        self.lookups = 0
         self._free: dict[int, list[_Entry]] = {}
         self._unmapped: dict[int, list[tuple[int, Block]]] = {}
 
     def insert(self, block: Block) -> None:
-        block.lookups_before = self.lookups
         if block.mapped:
             insort(self.free_on(block.stream), (block.size, block.address, block))
         else:

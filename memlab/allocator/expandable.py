@@ -1,6 +1,6 @@
 """Expandable segments: one growing range of addresses per stream and pool, mapped page by page.
 
-1. A range is 1⅛ times as large as the device's memory, and nothing of it is mapped at first.
+1. A range is larger than any device's memory, and nothing of it is mapped at first.
 2. A request that fits no free block takes the lowest addresses where free and unmapped blocks together hold it;
    pages are mapped until they do.
 3. Pages are 2 MiB in the small pool and as large as a large segment (20 MiB) in the large one.
@@ -13,31 +13,28 @@ from __future__ import annotations
 from memlab.allocator.blocks import Block, BlockPool, DeviceMemory, Range
 from memlab.allocator.history import Action, Context, EventHistory
 from memlab.allocator.sizes import SMALL_SEGMENT_BYTES, round_up
-from memlab.allocator.statistics import Counters
+
+# torch sets 1⅛ times the device's memory aside (`find_expandable_block`)
+_RANGE_BYTES = 2**40
 
 
 class ExpandableSegments:
     """Maps and unmaps pages for both pools."""
 
-    def __init__(self, device: DeviceMemory, large_page_bytes: int, counters: Counters, history: EventHistory) -> None:
+    def __init__(self, device: DeviceMemory, large_page_bytes: int, history: EventHistory) -> None:
         self._device = device
         self._large_page_bytes = large_page_bytes
-        self._counters = counters
         self._history = history
 
-    def grow(self, pool: BlockPool, stream: int, size: int, context: Context) -> Block | None:
-        """A free block of at least `size`, or None when the device has too few pages (`try_allocate_expandable_block`).
-
-        Pages mapped before the device ran out stay mapped, as in torch; the retry unmaps them.
-        """
+    def grow(self, pool: BlockPool, stream: int, size: int, context: Context) -> Block:
+        """A free block of at least `size` (`try_allocate_expandable_block`)."""
         block = self._find(pool, stream, size)
-        if not block.mapped and not self._map(block, min(block.size, size), context):
-            return None
+        if not block.mapped:
+            self._map(block, min(block.size, size), context)
         while block.size < size:
             beyond = block.next
             assert beyond is not None, "the addresses found hold the whole request"
-            if not self._map(beyond, min(size - block.size, beyond.size), context):
-                return None
+            self._map(beyond, min(size - block.size, beyond.size), context)
             block = beyond  # it has merged with the block before it
         return block
 
@@ -57,21 +54,18 @@ class ExpandableSegments:
 
     def _new_range(self, pool: BlockPool, stream: int, size: int) -> Block:
         page = SMALL_SEGMENT_BYTES if pool.is_small else self._large_page_bytes
-        total = self._device.total_bytes
-        # 1⅛ as in `find_expandable_block`; larger only where a device without a limit is asked for more than that
-        length = round_up(max(total + total // 8, size), page)
+        length = round_up(max(_RANGE_BYTES, size), page)
         address = self._device.new_addresses(length)
         block = Block(address, length, stream, pool, Range(address, length, page))
         block.mapped = False
         pool.insert(block)
         return block
 
-    def _map(self, block: Block, size: int, context: Context) -> bool:
-        """Back the low end of an unmapped block with pages: all that `size` needs, or none."""
+    def _map(self, block: Block, size: int, context: Context) -> None:
+        """Back the low end of an unmapped block with all the pages that `size` needs."""
         assert block.range is not None
         mapped_bytes = round_up(size, block.range.page_bytes)
-        if not self._device.take(mapped_bytes):
-            return False
+        self._device.take(mapped_bytes)
         pool, address = block.pool, block.address
         pool.remove(block)
         if mapped_bytes < block.size:
@@ -80,11 +74,7 @@ class ExpandableSegments:
         block.absorb(block.prev)
         block.absorb(block.next)
         pool.insert(block)
-        for meter in pool.meters:
-            meter.reserved_bytes.add(mapped_bytes)
-        self._counters.num_device_alloc += 1
         self._history.add(Action.SEGMENT_MAP, address, mapped_bytes, block.stream, context)
-        return True
 
     def _unmap(self, block: Block) -> None:
         begin, end = _whole_pages(block)
@@ -101,9 +91,6 @@ class ExpandableSegments:
         block.absorb(block.next)
         pool.insert(block)
         self._device.give_back(end - begin)
-        for meter in pool.meters:
-            meter.reserved_bytes.remove(end - begin)
-        self._counters.num_device_free += 1
         self._history.add(Action.SEGMENT_UNMAP, begin, end - begin, block.stream)
 
 

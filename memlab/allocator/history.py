@@ -1,4 +1,4 @@
-"""Requests of a program (`Event`) and actions of the allocator (`Entry`), as torch records them."""
+"""Actions of the allocator (`Entry`), as torch records them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,13 @@ class Action(StrEnum):
     SEGMENT_FREE = "segment_free"
     SEGMENT_MAP = "segment_map"
     SEGMENT_UNMAP = "segment_unmap"
-    OOM = "oom"
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A line of code a request came from."""
-
-    filename: str
-    line: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     """Origin of a request."""
 
-    frames: tuple[Frame, ...] = ()  # lines of code, the innermost first
+    frames: tuple[str, ...] = ()  # names that stand where the viewer shows functions, the innermost first
     label: str = ""  # words of the caller's own, shown by the viewer as user metadata
 
 
@@ -40,25 +30,14 @@ NO_CONTEXT = Context()
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """A storage is born (positive bytes) or freed (negative bytes). Zero bytes never reach the allocator."""
-
-    storage: int  # number of the storage; its birth and its death carry the same one
-    size_bytes: int  # bytes gained or lost
-    stream: int = 0  # number of the CUDA stream, 0 for the default one
-    seconds: float = 0.0  # when it happened
-    context: Context = NO_CONTEXT  # where it came from
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """One line of the history."""
 
     action: Action  # what happened
-    address: int  # where; for OOM the bytes the device had free
-    size: int  # requested bytes of a block, all bytes of a segment or of pages, rounded bytes for OOM
+    address: int  # where
+    size: int  # requested bytes of a block, all bytes of a segment or of pages
     stream: int  # on which stream
-    seconds: float  # when, on the clock of the events replayed
+    seconds: float  # when, as `Allocator.set_time` says it
     context: Context  # where the request came from
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from memlab.allocator.allocator import Allocator
 from memlab.allocator.blocks import MemorySegment, SegmentBlock
-from memlab.allocator.history import Action, Context, Entry
+from memlab.allocator.history import Context, Entry
 from memlab.allocator.settings import Settings
+from memlab.allocator.sizes import UNLIMITED_BYTES
 
 _DEFAULT_POOL = (0, 0)
 _NO_COMPILE_CONTEXT = "N/A"
@@ -61,7 +62,7 @@ def _block(block: SegmentBlock) -> dict[str, Any]:
 def _entry(entry: Entry) -> dict[str, Any]:
     return {
         "action": str(entry.action),
-        "device_free" if entry.action is Action.OOM else "addr": entry.address,
+        "addr": entry.address,
         "size": entry.size,
         "stream": entry.stream,
         "compile_context": _NO_COMPILE_CONTEXT,
@@ -73,15 +74,15 @@ def _entry(entry: Entry) -> dict[str, Any]:
 
 
 def _frames(context: Context) -> list[dict[str, Any]]:
-    return [{"filename": frame.filename, "line": frame.line, "name": frame.name} for frame in context.frames]
+    return [{"filename": "memlab", "line": 0, "name": name} for name in context.frames]
 
 
 def _settings(settings: Settings) -> dict[str, Any]:
-    split = settings.max_split_size_bytes
+    split = settings.max_split_bytes
     return {
-        "PYTORCH_CUDA_ALLOC_CONF": str(settings),
-        "max_split_size": -1 if split is None else split,
-        "garbage_collection_threshold": settings.garbage_collection_threshold,
+        "PYTORCH_CUDA_ALLOC_CONF": settings.text,
+        "max_split_size": -1 if split == UNLIMITED_BYTES else split,
+        "garbage_collection_threshold": 0.0,
         "expandable_segments": settings.expandable_segments,
         "pinned_num_register_threads": 1,
         "release_lock_on_cudamalloc": False,

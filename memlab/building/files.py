@@ -38,8 +38,8 @@ _INDEX = "model.safetensors.index.json"
 def load_weights(model: nn.Module, path: Path, *, strict: bool) -> None:
     """Fill a model's parameters and persistent buffers from a file, an index of shards, or a folder of either.
 
-    Names and shapes are compared before anything is read. Each tensor is cast to the format of the one it fills, in batches
-    of 64 MiB; what the file holds is never whole in memory.
+    Names and shapes are compared before anything is read. Each tensor is cast to the format of the one it fills, 64 MiB
+    at a time; what the file holds is never whole in memory.
     """
     safetensors = require("safetensors")
     file_of = _files(path, safetensors)
@@ -50,11 +50,12 @@ def load_weights(model: nn.Module, path: Path, *, strict: bool) -> None:
         held = {name: tensor for name, tensor in tensors.items() if file_of.get(name) == file}
         with _opened(file, safetensors) as content:
             _check_shapes(content, held, file)
-        for batch in _batches(held):
-            # a file stays mapped, and what was read of it resident, until it is closed
-            with _opened(file, safetensors) as content:
-                for name, first, last in batch:
-                    _fill(held[name], content, name, first, last)
+        for name, tensor in held.items():
+            rows = max(1, _BATCH_BYTES * max(1, len(tensor)) // max(1, _WIDEST * tensor.numel())) if tensor.dim() else 1
+            for first in range(0, len(tensor) if tensor.dim() else 1, rows):
+                # a file stays mapped, and what was read of it resident, until it is closed
+                with _opened(file, safetensors) as content:
+                    _fill(tensor, content, name, first, first + rows)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,25 +148,6 @@ def _check_shapes(content: Any, tensors: dict[str, torch.Tensor], file: Path) ->
     ]
     if other:
         raise BuildError(f"shapes in {str(file)!r} are not those of the model: {listed(other)}")
-
-
-def _batches(tensors: dict[str, torch.Tensor]) -> Iterator[list[tuple[str, int, int]]]:
-    """Rows to read, as (name, first, last), in batches of 64 MiB or one row."""
-    batch: list[tuple[str, int, int]] = []
-    room = _BATCH_BYTES
-    for name, tensor in tensors.items():
-        count = len(tensor) if tensor.dim() else 1
-        row_bytes = max(1, _WIDEST * tensor.numel() // max(1, count))
-        first = 0
-        while first < count:
-            last = min(count, first + max(1, room // row_bytes))
-            batch.append((name, first, last))
-            room -= (last - first) * row_bytes
-            first = last
-            if room <= 0:
-                yield batch
-                batch, room = [], _BATCH_BYTES
-    yield batch
 
 
 @torch.no_grad()

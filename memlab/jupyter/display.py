@@ -23,11 +23,9 @@ from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import HowMany, PredictedRanks
 from memlab.report import (
     ablation,
-    ablation_image,
     image,
     pareto,
     pareto_image,
-    ranks,
     showing,
     tables,
     text,
@@ -124,8 +122,8 @@ _PICTURES: dict[type, Callable[[Any], bytes | None]] = {
     PredictedPlans: lambda predicted_plans: predicted_plans.png,
     FoundPlan: lambda found: pareto_image.png(pareto.found_chart(found)),
     HowMany: lambda _: None,
-    PredictedRanks: ranks.png,
-    Ablation: ablation_image.png,
+    PredictedRanks: image.ranks_png,
+    Ablation: image.ablation_png,
 }
 _SENTENCES: dict[type, Callable[[Any], str]] = {
     Comparison: text.summary,

@@ -165,7 +165,8 @@ class LineMagic:
         session = session_of(workload.model)
         plan = options.plan or (session.plan if session is not None else Plan())
         with self._notebook.saying() as say:
-            say(f"{'predicting' if options.predicted else 'recording'} a step of {plan.label}")
+            is_recorded = not options.predicted and workload.device.type == "cuda"
+            say(f"{'recording' if is_recorded else 'predicting'} a step of {plan.label}")
             file = save_snapshot(options.words[0], workload, plan, options.device, measured=not options.predicted)
         print(f"memfit: {plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")  # noqa: T201
 

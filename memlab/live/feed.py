@@ -3,10 +3,9 @@
 `Track` keeps any number of steps as a bounded number of points:
 
 1. The newest points are kept as they came.
-2. Older ones stand for stretches of steps, each as high as its highest step: no peak is lost.
-3. A stretch lies under one plan; the first step under each plan stays a point of its own.
-4. When there are too many points, neighbours become one, and stretches become twice as long from then on. So a step costs
-   the same after hours as in the beginning.
+2. Older ones stand for stretches of steps under one plan, each as high as its highest step: no peak is lost.
+3. When there are too many points, neighbours become one, and stretches become twice as long from then on. So a step costs
+   the same after hours as in the beginning. Where plans change too often for that, neighbours under two plans become one.
 """
 
 from __future__ import annotations
@@ -131,16 +130,16 @@ class Feed:
 
 _MOST = 300
 _NEWEST = 50
-# how many of all points may be the first ones of their plans; with more plan changes than that, the oldest lose their mark
-_MOST_FIRSTS_SHARE = 0.2
+# share of the older points that may be left when neighbours have become one
+_ENOUGH = 0.75
 
 
 @dataclass
 class _Stretch:
     """Some steps in a row, as one point."""
 
+    first: int  # number of its first step, where it is drawn
     highest: LivePoint  # the step with the highest peak
-    is_first: bool  # a first step under its plan, which stays alone
     steps: int = 1  # how many steps it stands for
     seconds: float = 0.0  # how long they took
     timed_seconds: float = 0.0  # how long those took whose samples are known
@@ -148,10 +147,10 @@ class _Stretch:
     drawn: LivePoint | None = None
 
     @classmethod
-    def of(cls, point: LivePoint, *, is_first: bool) -> _Stretch:
+    def of(cls, point: LivePoint) -> _Stretch:
         samples = point.samples_per_second * point.seconds
         known = math.isfinite(samples)
-        return cls(point, is_first, 1, point.seconds, point.seconds if known else 0.0, samples if known else 0.0)
+        return cls(point.step, point, 1, point.seconds, point.seconds if known else 0.0, samples if known else 0.0)
 
     def take(self, later: _Stretch) -> None:
         """Become one with the stretch that comes after."""
@@ -172,14 +171,14 @@ class _Stretch:
     def _typical(self) -> LivePoint:
         # the highest step is often one that was watched closely, and slow for that: speed is that of the whole stretch
         speed = self.samples / self.timed_seconds if self.timed_seconds else math.nan
-        return replace(self.highest, seconds=self.seconds / self.steps, samples_per_second=speed)
+        return replace(self.highest, step=self.first, seconds=self.seconds / self.steps, samples_per_second=speed)
 
 
 class Track:
     """Takes steps one by one, for hours, and keeps a few hundred points.
 
-    A point that stands for several steps is the one with the highest peak; its time and its speed are the mean of all of
-    them. May be read from any thread.
+    A point that stands for several steps is at the first of them and has the highest peak; its time and its speed are the
+    mean of all of them. May be read from any thread.
 
     Example:
         >>> track = Track()
@@ -191,18 +190,15 @@ class Track:
 
     def __init__(self, most: int = _MOST, newest: int = _NEWEST) -> None:
         self._most_older = most - newest
-        self._most_firsts = int(most * _MOST_FIRSTS_SHARE)
         self._newest: deque[_Stretch] = deque()
         self._most_newest = newest
         self._older: list[_Stretch] = []
-        self._firsts: deque[_Stretch] = deque()
         self._steps_each = 1
         self._lock = threading.Lock()
 
     def add(self, point: LivePoint) -> None:
         with self._lock:
-            stretch = _Stretch.of(point, is_first=not self._newest or self._newest[-1].highest.plan != point.plan)
-            self._newest.append(stretch)
+            self._newest.append(_Stretch.of(point))
             if len(self._newest) > self._most_newest:
                 self._grow_old(self._newest.popleft())
 
@@ -218,32 +214,27 @@ class Track:
             return self._newest[-1].point if self._newest else None
 
     def _grow_old(self, stretch: _Stretch) -> None:
-        if stretch.is_first:
-            self._mark(stretch)
-        elif self._older and _may_join(self._older[-1], stretch) and self._older[-1].steps < self._steps_each:
+        if self._older and _is_alike(self._older[-1], stretch) and self._older[-1].steps < self._steps_each:
             self._older[-1].take(stretch)
             return
         self._older.append(stretch)
         if len(self._older) > self._most_older:
             self._steps_each *= 2
-            self._older = _in_pairs(self._older)
-
-    def _mark(self, first: _Stretch) -> None:
-        self._firsts.append(first)
-        if len(self._firsts) > self._most_firsts:
-            self._firsts.popleft().is_first = False
+            older = _in_pairs(self._older, _is_alike)
+            is_enough = len(older) <= _ENOUGH * self._most_older
+            self._older = older if is_enough else _in_pairs(older, lambda _earlier, _later: True)
 
 
-def _may_join(earlier: _Stretch, later: _Stretch) -> bool:
-    return not earlier.is_first and not later.is_first
+def _is_alike(earlier: _Stretch, later: _Stretch) -> bool:
+    return earlier.highest.plan == later.highest.plan
 
 
-def _in_pairs(stretches: Sequence[_Stretch]) -> list[_Stretch]:
-    """Neighbours as one, except for first steps under a plan."""
+def _in_pairs(stretches: Sequence[_Stretch], may_join: Callable[[_Stretch, _Stretch], bool]) -> list[_Stretch]:
+    """Neighbours as one, where they may be."""
     paired: list[_Stretch] = []
     is_open = False
     for stretch in stretches:
-        if is_open and _may_join(paired[-1], stretch):
+        if is_open and may_join(paired[-1], stretch):
             paired[-1].take(stretch)
             is_open = False
         else:

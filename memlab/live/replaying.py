@@ -14,8 +14,7 @@ import shlex
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NoReturn
@@ -41,15 +40,6 @@ _SHORTEST_SECONDS = 4.0
 _FASTER = 2.0
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Points in a row under one plan: from `start` on, before `stop`."""
-
-    plan: str
-    start: int
-    stop: int
-
-
 class Replay:
     """A recorded run; a `memlab.live.source.Source`."""
 
@@ -57,10 +47,7 @@ class Replay:
         self._record = record
         self._clock = clock
         self._points = _points_of(record)
-        self._stretches = _stretches_of(self._points)
-        self._changes = record.changes or tuple(
-            Change(self._points[stretch.start].step, stretch.plan) for stretch in self._stretches
-        )
+        self._changes = record.changes or tuple(_changes_in(self._points))
         predictions: dict[str, Prediction] = {}
         for each in (*record.comparison.predictions, *record.predictions):
             predictions.setdefault(each.plan, each)
@@ -228,13 +215,14 @@ class Replay:
     # -- going somewhere -----------------------------------------------------------------------
 
     def _go_to(self, plan: Plan) -> bool:
-        known = [each for each in self._stretches if _is(each.plan, plan)]
+        under = [place for place, each in enumerate(self._points) if _is(each.plan, plan)]
         # the next time from here, else the first time
-        found = next((each for each in known if each.start >= self._shown), next(iter(known), None))
+        found = next((place for place in under if place >= self._shown), next(iter(under), None))
         if found is not None and self._activity is Activity.REPLAYING:
-            self._go_on_from(found.start)
+            self._go_on_from(found)
         elif found is not None:
-            self._stand_at(found.stop)
+            label, others = self._points[found].plan, range(found, len(self._points))
+            self._stand_at(next((place for place in others if self._points[place].plan != label), len(self._points)))
         elif any(_is(each.plan, plan) for each in self._record.comparison.measurements):
             self._stand_at(len(self._points))
             self._chosen = plan.label
@@ -284,7 +272,7 @@ class Replay:
         """Return whether a step under a plan has been shown; what was measured apart comes last."""
         if self._is_complete:
             return True
-        return any(each.plan == plan and each.start < self._shown for each in self._stretches)
+        return any(each.plan == plan for each in self._points[: self._shown])
 
     def _events(self, step: int) -> tuple[str, ...]:
         events = self._record.events or self._record.comparison.events
@@ -365,14 +353,10 @@ def _points_of(record: RunRecord) -> tuple[LivePoint, ...]:
     return track.points
 
 
-def _stretches_of(points: Sequence[LivePoint]) -> tuple[_Stretch, ...]:
-    """Points in a row under one plan, oldest first."""
-    found, start = [], 0
+def _changes_in(points: Iterable[LivePoint]) -> Iterator[Change]:
+    """Yield the changes of the plan that points show."""
     for plan, group in groupby(points, key=lambda point: point.plan):
-        stop = start + len(list(group))
-        found.append(_Stretch(plan, start, stop))
-        start = stop
-    return tuple(found)
+        yield Change(next(group).step, plan)
 
 
 def _times_of(points: Sequence[LivePoint]) -> tuple[float, ...]:

@@ -66,7 +66,7 @@ class Passes:
         key = (settings, rows)
         if key not in self._first:
             whole, use_cache = rows == self._rows, self._uses_cache(settings, is_split=is_split)
-            trace = self._tracer.first_pass(settings, None if whole else rows, use_cache=use_cache)
+            trace = self._tracer.one_pass(settings, None if whole else rows, use_cache=use_cache, is_first=True)
             self._first[key] = segment_of(trace, self._rates(settings))
         return self._first[key]
 

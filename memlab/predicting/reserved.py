@@ -112,7 +112,7 @@ def reserved_by(script: Script, settings: Settings) -> Reserved:
     serving = _Serving(allocator, SMALL_BLOCK_BYTES if counts_small else 0)
     play_steps(script, serving, _until_settled(allocator))
     segments_bytes = round_up(serving.most_small_bytes, SMALL_SEGMENT_BYTES)
-    return Reserved(serving.peak_bytes, allocator.stats().peak_reserved_bytes + segments_bytes)
+    return Reserved(serving.peak_bytes, allocator.peak_reserved_bytes + segments_bytes)
 
 
 def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
@@ -147,7 +147,7 @@ def _until_settled(allocator: Allocator) -> Iterator[int]:
     before_bytes = -1
     for step in range(_MOST_STEPS):
         yield step
-        reserved_bytes = allocator.stats().reserved_bytes
+        reserved_bytes = allocator.reserved_bytes
         if step and reserved_bytes == before_bytes:
             return
         before_bytes = reserved_bytes

@@ -1,8 +1,8 @@
-"""`save_snapshot`: two steps as a file that torch's memory viewer opens, predicted or as they really were.
+"""`save_snapshot`: two steps as a file that torch's memory viewer opens, predicted, or recorded by torch on a GPU.
 
-What each storage is for, what ran when it was born, and which stretch of which step that was, stand in its frames,
-where the viewer shows a stack trace; the category by itself is its user metadata. External annotations say what the
-file shows and where its stretches begin and end.
+In a predicted file, what each storage is for, what runs when it is born, and which stretch of which step that is, stand in
+its frames, where the viewer shows a stack trace; the category by itself is its user metadata. External annotations
+say what the file shows and where its stretches begin and end.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memlab.allocator import Allocator, Context, Frame, Settings, memory_viz
+from memlab.allocator import Allocator, Context, Settings, memory_viz
 from memlab.errors import MemlabError
 from memlab.hardware.gpus import Gpu
-from memlab.measuring.device import device_for
-from memlab.measuring.ledger import Holding, Ledger, LedgerObserver, inputs_of, parameters_of, state_of
-from memlab.measuring.observation import PHASES, Observation
-from memlab.measuring.runs import call_of, rehearsal, training_step
+from memlab.measuring.observation import PHASES
+from memlab.measuring.runs import rehearsal, training_step
 from memlab.plan import Plan
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Events, Player, play_steps, script_of
@@ -29,9 +27,6 @@ from memlab.predicting.segments import OUTSIDE, Segment
 from memlab.records import Category, Phase
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Batch, Workload
-
-if TYPE_CHECKING:  # only named here: a rehearsal makes it
-    from memlab.session import Session
 
 _STEPS = 2
 _CATEGORIES = tuple(Category)
@@ -61,13 +56,13 @@ def save_snapshot(
         workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
         plan: a plan, or its flags.
         device: a GPU of the catalogue to predict it for, or its name; by default the device the model is on.
-        measured: run the steps instead of predicting them, and put everything back afterwards. On CUDA the file is
-            torch's own recording.
+        measured: on a GPU, run the steps and put everything back afterwards; the file is torch's own recording. A CPU
+            has no allocator that could be recorded: there the steps are predicted in any case.
 
     Raises:
         MemlabError: the folder does not exist, no such GPU, or a measured snapshot of a device the model is not on.
         RefusalError: a technique of the plan does not apply.
-        TraceError: what the model computes depends on values; `measured=True` still works.
+        TraceError: what the model computes depends on values; on a GPU `measured=True` still works.
         WorkloadError: no batch or no optimizer, or the model gives no loss.
         torch.OutOfMemoryError: measured, and the plan does not fit.
 
@@ -81,19 +76,17 @@ def save_snapshot(
         ['allocator_settings', 'device_traces', 'external_annotations', 'segments']
 
     Known limitations:
-        Deaths carry the time at which the storage was given up, on CUDA too, where work is still queued then. The
-        predicted steps do not show what the user's loop itself keeps between steps.
+        On CUDA deaths carry the time at which the storage was given up, when work may still be queued. The predicted
+        steps do not show what the user's loop itself keeps between steps.
     """
     target = _writable(path)
     wanted = Plan.of(plan)
-    if not measured:
-        target.write_bytes(pickle.dumps(_predicted(workload, wanted, device)))
-        return target
-    _require_own_device(workload, device)
-    if workload.device.type == "cuda":
+    if measured:
+        _require_own_device(workload, device)
+    if measured and workload.device.type == "cuda":
         _record_on_cuda(target, workload, wanted)
     else:
-        target.write_bytes(pickle.dumps(_measured(workload, wanted)))
+        target.write_bytes(pickle.dumps(_predicted(workload, wanted, device)))
     return target
 
 
@@ -116,59 +109,6 @@ def _require_own_device(workload: Workload, device: str | Gpu | None) -> None:
     )
 
 
-# -- births and deaths with times and labels ---------------------------------------------------------
-
-
-class _History(Player):
-    """Serves births and deaths with times and labels, for the allocator's history."""
-
-    def __init__(self, words: str, settings: Settings) -> None:
-        super().__init__(Allocator(settings, history=True))
-        self.seconds = 0.0
-        self._words = words
-        self._within = "before the first step"
-        self._stretches: list[tuple[str, float]] = []
-        self._contexts: dict[tuple[str, int, int], Context] = {}
-
-    def enter(self, within: str) -> None:
-        """A stretch of a step begins now."""
-        self._within = within
-        self._stretches.append((within, self.seconds))
-
-    def now(self, seconds: float) -> None:
-        """Say what time it is."""
-        self.seconds = seconds
-        self._allocator.set_time(seconds)
-
-    def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
-        return self._allocator.malloc(size_bytes, context=self._context_of(place, moment))
-
-    def memory_viz(self) -> dict[str, Any]:
-        """Return what was noted, as the viewer's dictionary."""
-        return {**memory_viz(self._allocator), "external_annotations": list(self._annotations())}
-
-    def _annotations(self) -> Iterator[dict[str, Any]]:
-        yield _annotation(self._words, "START", 0.0)
-        ends = [begin for _, begin in self._stretches[1:]] + [self.seconds]
-        for (within, begin), end in zip(self._stretches, ends, strict=True):
-            yield _annotation(within, "START", begin)
-            yield _annotation(within, "END", end)
-        yield _annotation(self._words, "END", self.seconds)
-
-    def _context_of(self, place: int, moment: int) -> Context:
-        key = (self._within, place, moment)
-        if key not in self._contexts:
-            category, phase = _CATEGORIES[place], PHASES[moment]
-            name = str(category) if phase is Phase.OTHER else f"{category} · {phase}"
-            frames = tuple(Frame("memlab", 0, words) for words in (name, self._within, self._words))
-            self._contexts[key] = Context(frames, str(category))
-        return self._contexts[key]
-
-
-def _annotation(name: str, stage: str, seconds: float) -> dict[str, Any]:
-    return {"name": name, "stage": stage, "device": 0, "time_us": round(seconds * 1_000_000)}
-
-
 # -- predicted --------------------------------------------------------------------------------------
 
 
@@ -176,36 +116,64 @@ def _predicted(workload: Workload, plan: Plan, device: str | Gpu | None) -> dict
     predictor = PlanPredictor(workload, device)
     target, parts = predictor.target, predictor.parts(plan)
     words = f"memlab: {plan.label}, predicted for {target.name}"
-    history = _PredictedHistory(
-        words if target.settings else f"{words}; {_NO_ALLOCATOR}", target.settings or Settings(), parts
-    )
+    history = _History(words if target.settings else f"{words}; {_NO_ALLOCATOR}", target.settings or Settings(), parts)
     play_steps(script_of(parts, target.workspaces), history)
     return history.memory_viz()
 
 
-class _PredictedHistory(_History):
-    """Plays two steps with their predicted times."""
+class _History(Player):
+    """Plays two steps with their predicted times and with labels, for the allocator's history."""
 
     def __init__(self, words: str, settings: Settings, parts: Parts) -> None:
-        super().__init__(words, settings)
+        super().__init__(Allocator(settings, history=True))
+        self._words = words
         self._segments = [*parts.segments, *([] if parts.look is None else [parts.look])]
         self._names = [*_names_of(parts.segments), "look at a few rows"]
         self._stretch = 0
+        self._within = "before the first step"
+        self._stretches: list[tuple[str, float]] = []
+        self._seconds = 0.0
 
     def begin(self, step: int, stretch: int) -> None:
-        self._stretch = stretch
-        self.enter(f"step {step + 1} · {self._names[stretch]}" if stretch >= 0 else self._names[stretch])
+        self._stretch, name = stretch, self._names[stretch]
+        self._within = f"step {step + 1} · {name}" if stretch >= 0 else name
+        self._stretches.append((self._within, self._seconds))
 
     def play(self, events: Iterable[tuple[int, int, int, int]], live: dict[int, Any]) -> None:
         listed = list(events)
-        begin, seconds = self.seconds, self._segments[self._stretch].seconds
+        begin, seconds = self._seconds, self._segments[self._stretch].seconds
         super().play(self._in_time(listed, begin, seconds / max(1, len(listed))), live)
-        self.now(begin + seconds)
+        self._now(begin + seconds)
+
+    def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
+        category, phase = str(_CATEGORIES[place]), PHASES[moment]
+        name = category if phase is Phase.OTHER else f"{category} · {phase}"
+        return self._allocator.malloc(size_bytes, context=Context((name, self._within, self._words), category))
+
+    def memory_viz(self) -> dict[str, Any]:
+        """Return what was noted, as the viewer's dictionary."""
+        return {**memory_viz(self._allocator), "external_annotations": list(self._annotations())}
 
     def _in_time(self, events: Events, begin: float, per_event: float) -> Iterator[tuple[int, int, int, int]]:
         for at, event in enumerate(events):
-            self.now(begin + at * per_event)
+            self._now(begin + at * per_event)
             yield event
+
+    def _now(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._allocator.set_time(seconds)
+
+    def _annotations(self) -> Iterator[dict[str, Any]]:
+        yield _annotation(self._words, "START", 0.0)
+        ends = [begin for _, begin in self._stretches[1:]] + [self._seconds]
+        for (within, begin), end in zip(self._stretches, ends, strict=True):
+            yield _annotation(within, "START", begin)
+            yield _annotation(within, "END", end)
+        yield _annotation(self._words, "END", self._seconds)
+
+
+def _annotation(name: str, stage: str, seconds: float) -> dict[str, Any]:
+    return {"name": name, "stage": stage, "device": 0, "time_us": round(seconds * 1_000_000)}
 
 
 def _names_of(segments: Sequence[Segment]) -> list[str]:
@@ -223,80 +191,7 @@ def _names_of(segments: Sequence[Segment]) -> list[str]:
     return [*names, "update"]
 
 
-# -- measured on a CPU -----------------------------------------------------------------------------
-
-
-def _measured(workload: Workload, plan: Plan) -> dict[str, Any]:
-    device = device_for(workload.device)
-    try:
-        ledger = device.ledger()
-        try:
-            observation = _observed(workload, plan, ledger)
-        finally:
-            ledger.close()
-        words = f"memlab: {plan.label}, measured on {device.name}; {_NO_ALLOCATOR}"
-    finally:
-        device.close()
-    return _noted(observation, words).memory_viz()
-
-
-def _observed(workload: Workload, plan: Plan, ledger: Ledger) -> Observation:
-    """Two real steps in one observation."""
-    with rehearsal(workload, plan) as session:
-        session.observers.only([_Watch(workload, ledger, session)])
-        ledger.begin(_holdings(workload, session))
-        ledger.start()
-        try:
-            for _ in range(_STEPS):
-                training_step(workload)
-            ledger.know([*state_of(workload.optimizers), *parameters_of(workload.model)])
-        finally:
-            ledger.stop()
-        return ledger.finish()
-
-
-def _holdings(workload: Workload, session: Session) -> Iterator[Holding]:
-    """Yield what lives before the first step; a list of it would keep alive what an update replaces."""
-    yield from parameters_of(workload.model)
-    yield from ((Category.PARAMETERS, tensor) for tensor in session.in_force.held_tensors)
-    yield from state_of(workload.optimizers)
-    yield from inputs_of(call_of(workload))
-
-
-class _Watch(LedgerObserver):
-    """Begins anew where what ran so far was only tried."""
-
-    def __init__(self, workload: Workload, ledger: Ledger, session: Session) -> None:
-        super().__init__(workload.model, ledger)
-        self._workload = workload
-        self._session = session
-
-    def only_tried(self) -> None:
-        self._ledger.begin(_holdings(self._workload, self._session))
-
-
-def _noted(observation: Observation, words: str) -> _History:
-    history, temporaries = _History(words, Settings()), Category.TEMPORARIES
-    places = {number: _CATEGORIES.index(category) for number, category in observation.categories.items()}
-    live: dict[int, Any] = {}
-
-    def in_time() -> Iterator[tuple[int, int, int, int]]:
-        step, updated = 0, True
-        for number, size_bytes in observation.baseline.items():
-            yield size_bytes, number, places.get(number, _CATEGORIES.index(temporaries)), OUTSIDE
-        for seconds, size_bytes, number, moment in observation.raw:
-            history.now(seconds - observation.start)
-            if updated and PHASES[moment] is not Phase.STEP and size_bytes > 0:
-                step, updated = step + 1, False
-                history.enter(f"step {step}")
-            updated = updated or PHASES[moment] is Phase.STEP
-            yield size_bytes, number, places.get(number, _CATEGORIES.index(temporaries)), moment
-
-    history.play(in_time(), live)
-    return history
-
-
-# -- measured on CUDA ------------------------------------------------------------------------------
+# -- recorded on CUDA ------------------------------------------------------------------------------
 
 
 def _record_on_cuda(target: Path, workload: Workload, plan: Plan) -> None:

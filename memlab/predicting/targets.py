@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from memlab.allocator import Settings
-from memlab.errors import PlanError
 from memlab.hardware.gpus import Gpu, gpu, gpus
 from memlab.hardware.roofline import Rates, rates_of
 from memlab.measuring.device import device_for
@@ -80,7 +79,7 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
     if device is not None and device.strip().casefold() != "cpu":
         return _gpu_target(gpu(device))
     if device is None and workload.device.type == "cuda":
-        return _gpu_target(_own_gpu(workload.device), _own_settings())
+        return _gpu_target(_own_gpu(workload.device), Settings.from_environment(os.environ))
     if device is None and workload.device.type != "cpu":
         device_for(workload.device)  # says what is allowed
     return Target("CPU ledger", host_rates(), torch.device("cpu"), None, Choices(), None, (), _CPU_MEMORY)
@@ -102,14 +101,6 @@ def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
         workspaces=workspaces(model.compute_capability),
         memory_shares=_GPU_MEMORY,
     )
-
-
-def _own_settings() -> Settings:
-    """Return how the allocator of this process behaves; where memlab does not know a setting, as torch's does without any."""
-    try:
-        return Settings.from_environment(os.environ)
-    except PlanError:
-        return Settings()
 
 
 def _own_gpu(device: torch.device) -> Gpu:

@@ -91,9 +91,19 @@ class RunRecord:
         Raises:
             MemlabError: no run record, a damaged one, or one of a newer format; in one line.
         """
-        loaded = _object_in(text)
-        _require_known_format(loaded)
-        found: RunRecord = _read(cls, loaded, "")
+        try:
+            loaded = json.loads(text)
+            if not isinstance(loaded, dict):
+                raise ValueError("no JSON object")
+            number = loaded.get("format", 1)
+            if isinstance(number, int) and number > FORMAT:
+                raise MemlabError(
+                    f"run record: written by memlab with format {number}; this one reads up to {FORMAT}: upgrade memlab"
+                )
+            found: RunRecord = _read(cls, loaded, "run")
+        except (ValueError, RecursionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise MemlabError(f"not a run record of memlab, or a damaged one ({reason}): {_WHAT_TO_DO}") from None
         return found
 
     def save(self, file: Path) -> None:
@@ -118,50 +128,8 @@ class RunRecord:
             return cls.from_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise MemlabError(f"{file}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise MemlabError(f"{file}: not a run record of memlab: not text; {_WHAT_TO_DO}") from None
-        except MemlabError as error:
+        except (UnicodeDecodeError, MemlabError) as error:
             raise MemlabError(f"{file}: {error}") from None
-
-
-# -- the file as a whole
-
-
-def _object_in(text: str) -> dict[str, Any]:
-    try:
-        loaded = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _no_json(text, error) from None
-    except (ValueError, RecursionError):  # digits without end, brackets without end
-        raise MemlabError(f"not a run record of memlab: JSON that cannot be read; {_WHAT_TO_DO}") from None
-    if not isinstance(loaded, dict):
-        raise MemlabError(f"not a run record of memlab: JSON of {_kind(loaded)}; {_WHAT_TO_DO}")
-    if "comparison" not in loaded and "format" not in loaded:
-        names = ", ".join(_shown(name) for name in list(loaded)[:3])
-        held = f"with {names}" if names else "without anything in it"
-        raise MemlabError(f"not a run record of memlab: a JSON object {held}; {_WHAT_TO_DO}")
-    return loaded
-
-
-def _no_json(text: str, error: json.JSONDecodeError) -> MemlabError:
-    where = f"line {error.lineno}, column {error.colno}"
-    is_cut_off = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-    if is_cut_off and text.lstrip().startswith("{"):
-        return MemlabError(f"the run record breaks off at {where}: copy the whole file again, or record it again")
-    return MemlabError(f"not a run record of memlab: no JSON ({error.msg} at {where}); {_WHAT_TO_DO}")
-
-
-def _require_known_format(loaded: Mapping[str, Any]) -> None:
-    number = loaded.get("format", 1)
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise MemlabError(f"run record: format: expected a whole number from 1 to {FORMAT}, got {_shown(number)}")
-    if number > FORMAT:
-        raise MemlabError(
-            f"run record: written by memlab with format {number}; this one reads up to {FORMAT}: upgrade memlab"
-        )
-
-
-# -- values
 
 
 def _plain(value: Any) -> Any:
@@ -178,97 +146,47 @@ def _plain(value: Any) -> Any:
 
 
 def _read(expected: Any, value: Any, where: str) -> Any:
-    """Return what was written of a value, as the type that is expected; `where` is its place in the file."""
+    """Return what was written of a value, as the type that is expected; `where` is its place in the file.
+
+    Raises:
+        ValueError: it is of another type, or something is missing in it.
+    """
     origin, parts = typing.get_origin(expected), typing.get_args(expected)
     if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in parts:
-            return None
-        (expected,) = (part for part in parts if part is not type(None))
-        return _read(expected, value, where)
-    if origin is tuple:
-        return _tuple(parts, value, where)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return {name: _read(parts[1], each, f"{where}[{_shown(name)}]") for name, each in _dict(value, where).items()}
-    if is_dataclass(expected):
+        (kind,) = (part for part in parts if part is not type(None))
+        return None if value is None else _read(kind, value, where)
+    if origin is tuple and isinstance(value, list):
+        kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(_read(kind, each, f"{where}[{number}]") for number, (kind, each) in pairs)
+    if isinstance(value, dict) and is_dataclass(expected):
         return _record(expected, value, where)
-    if issubclass(expected, Enum):
-        return _choice(expected, value, where)
+    if isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Mapping):
+        return {name: _read(parts[1], each, f"{where}.{name}") for name, each in value.items()}
+    if expected is float and isinstance(value, str) and value in _NO_NUMBERS:
+        return _NO_NUMBERS[value]
+    if origin is None and _fits(expected, value):
+        return expected(value)
+    raise ValueError(f"{where} is {json.dumps(value)[:60]}")
+
+
+def _fits(expected: type, value: Any) -> bool:
+    """Return whether a value of JSON is one of a plain type."""
     if expected in (int, float):
-        return _number(expected, value, where)
-    if not isinstance(value, expected):
-        raise _wrong(where, {str: "text", bool: "true or false"}[expected], value)
-    return value
+        is_number = isinstance(value, (int, expected)) and not isinstance(value, bool)
+        return is_number and not _LARGEST < abs(value) < math.inf
+    return isinstance(value, str if issubclass(expected, Enum) else expected)
 
 
-def _record(expected: Any, value: Any, where: str) -> Any:
-    loaded = _dict(value, where)
-    found = {}
-    for each in fields(expected):
-        place = f"{where}.{each.name}" if where else each.name
-        if each.name in loaded:
-            found[each.name] = _read(_types_of(expected)[each.name], loaded[each.name], place)
-        elif each.default is MISSING and each.default_factory is MISSING:
-            raise MemlabError(f"run record: {place} is missing: {_DAMAGED}")
-    try:
-        return expected(**found)
-    except MemlabError as error:
-        raise MemlabError(f"run record: {where}: {error}") from None
+def _record(expected: Any, loaded: Mapping[str, Any], where: str) -> Any:
+    known = {each.name: each for each in fields(expected)}
+    needed = [each.name for each in known.values() if each.default is MISSING and each.default_factory is MISSING]
+    if missing := [name for name in needed if name not in loaded]:
+        raise ValueError(f"{where} has no {missing[0]}")
+    kinds = _types_of(expected)
+    return expected(**{name: _read(kinds[name], loaded[name], f"{where}.{name}") for name in known if name in loaded})
 
 
 @cache
 def _types_of(record: type) -> dict[str, Any]:
     return typing.get_type_hints(record)
-
-
-def _tuple(parts: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _wrong(where, "a list", value)
-    if parts[-1] is not Ellipsis and len(value) != len(parts):
-        raise _wrong(where, f"a list of {len(parts)}", value)
-    return tuple(_read(parts[0], each, f"{where}[{number}]") for number, each in enumerate(value))
-
-
-def _dict(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong(where, "an object", value)
-    return value
-
-
-def _choice(expected: type[Enum], value: Any, where: str) -> Enum:
-    try:
-        return expected(value)
-    except ValueError:
-        raise _wrong(where, "one of " + ", ".join(str(each) for each in expected), value) from None
-
-
-def _number(expected: type[int | float], value: Any, where: str) -> float:
-    if expected is float and isinstance(value, str) and value in _NO_NUMBERS:
-        return _NO_NUMBERS[value]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if expected is float:
-        if not is_number or _LARGEST < abs(value) < math.inf:
-            raise _wrong(where, "a number", value)
-    elif not is_number or value != value // 1:
-        raise _wrong(where, "a whole number", value)
-    elif abs(value) > _LARGEST:
-        raise _wrong(where, "a whole number of at most 64 bits", value)
-    return expected(value)
-
-
-# -- errors
-
-_DAMAGED = "the file is damaged; copy it again, or record it again"
-
-
-def _wrong(where: str, expected: str, value: Any) -> MemlabError:
-    return MemlabError(f"run record: {where}: expected {expected}, got {_shown(value)}: {_DAMAGED}")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {list: "a list", str: "a text", bool: "a truth value", type(None): "nothing"}
-    return names.get(type(value), "a number")

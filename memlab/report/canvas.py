@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from memlab.extras import require
-from memlab.report.segments import Swatch, swatch
+from memlab.report.segments import ordered, swatch
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ BUDGET = "#B3261E"
 FONT = "DejaVu Sans"  # comes with matplotlib: the same picture on every machine
 # what is predicted, as a stroke through a bar
 _STROKE: dict[str, Any] = {"color": INK, "linewidth": 1.3, "linestyle": (0, (2, 1.2))}
-_PALE = 0.35
 _DOTS_PER_INCH = 144
 _COLOURS = 128
 _WIDTH_INCHES = 11.0
@@ -51,27 +49,9 @@ def paper(height_inches: float, title: str = "") -> Figure:
     return figure
 
 
-def memory_beside_throughput(
-    title: str, rows_inches: float, left: float, names: Iterable[str], *, predicted: bool, room_inches: float = 0.0
-) -> tuple[Figure, Axes, Axes]:
-    """A sheet for rows of bars: `left` of it for their names, memory, and throughput beside it; `room_inches` are free above.
-
-    The legend explains categories, and the stroke of what is predicted.
-    """
-    head_inches = 0.19 * max(0, len(textwrap.wrap(title, _TITLE_CHARACTERS)) - 1)
-    above = 0.74 + head_inches + room_inches
-    height = above + rows_inches + 0.6
-    figure = paper(height, title)
-    grid = figure.add_gridspec(
-        1, 2, width_ratios=(1.8, 1), left=left, right=0.985, top=1 - above / height, bottom=0.6 / height, wspace=0.08
-    )
-    memory, throughput = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
-    for axes in (memory, throughput):
-        plain(axes)
-        axes.set_yticks([])
-        axes.grid(visible=True, axis="x", color=GRID, linewidth=0.8, linestyle="-")
-    legend(figure, patches(names, predicted=predicted), 1 - (0.33 + head_inches) / height)
-    return figure, memory, throughput
+def head_inches(title: str) -> float:
+    """Return how much of a sheet a title takes with a legend below it."""
+    return 0.74 + 0.19 * max(0, len(textwrap.wrap(title, _TITLE_CHARACTERS)) - 1)
 
 
 def encode(figure: Figure, *, has_small_marks: bool = False, **about: str) -> bytes:
@@ -117,50 +97,22 @@ def say(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
 
 
 def stacked_bar(
-    axes: Axes, position: float, parts: Mapping[str, int], unit: int, *,
-    thick: float = 0.6, look: Callable[[str], Swatch] = swatch, is_pale: bool = False,
-) -> float:  # fmt: skip
-    """Draw bytes by category one behind the other; returns where they end, in units of `unit` bytes."""
+    axes: Axes, place: float, parts: Mapping[str, int], unit: int, *, thick: float, alpha: float | None = None
+) -> None:
+    """Draw bytes by category one behind the other, in units of `unit` bytes."""
     end = 0.0
     # paper below pale bars, so that no line of the grid shines through
-    axes.barh(position, sum(parts.values()) / unit, thick, color=PAPER)
-    for name, size_bytes in parts.items():
-        drawn = look(name)
-        axes.barh(position, size_bytes / unit, thick, left=end, color=drawn.colour, hatch=drawn.hatch, edgecolor=PAPER,
-                  linewidth=0.7, alpha=_PALE if is_pale else None)  # fmt: skip
-        end += size_bytes / unit
-    return end
+    axes.barh(place, sum(parts.values()) / unit, thick, color=PAPER)
+    for name in ordered({*parts}):
+        drawn, size = swatch(name), parts[name] / unit
+        axes.barh(place, size, thick, left=end, color=drawn.colour, hatch=drawn.hatch, edgecolor=PAPER, linewidth=0.7,
+                  alpha=alpha)  # fmt: skip
+        end += size
 
 
-def mark_predicted(axes: Axes, at: float, position: float) -> None:
+def mark_predicted(axes: Axes, at: float, place: float, reach: float) -> None:
     """Draw a stroke through a bar where it was predicted to end."""
-    axes.plot([at, at], [position - 0.4, position + 0.4], zorder=4, **_STROKE)
-
-
-@dataclass(frozen=True)
-class SpeedBar:
-    """Throughput of a row: a bar with the spread of its steps, and what is written behind it."""
-
-    position: float
-    per_second: float
-    spread: float
-    text: str
-    is_pale: bool = False
-
-
-def speed_bars(axes: Axes, bars: Iterable[SpeedBar], unit: str) -> None:
-    """Draw throughputs below each other; spreads are shares of them."""
-    drawn = list(bars)
-    most = max((bar.per_second * (1 + bar.spread) for bar in drawn), default=0) or 1e-12
-    for bar in drawn:
-        ink, spread = FAINT if bar.is_pale else INK, bar.per_second * bar.spread
-        axes.barh(bar.position, bar.per_second, 0.3, color="#9AA5B1", edgecolor=PAPER, linewidth=0.7,
-                  alpha=_PALE if bar.is_pale else None)  # fmt: skip
-        axes.errorbar(bar.per_second, bar.position, xerr=spread, fmt="none", ecolor=ink, elinewidth=1.1, capsize=3,
-                      capthick=1.1)  # fmt: skip
-        say(axes, bar.per_second + spread + most * 0.03, bar.position, bar.text, color=ink)
-    axes.set_xlim(0, most * 1.6)
-    label_x(axes, f"throughput, {unit}, with spread")
+    axes.plot([at, at], [place - reach, place + reach], zorder=4, **_STROKE)
 
 
 def mark_budget(axes: Axes, budget_bytes: int, unit: int, *, along: str = "y") -> None:
@@ -181,26 +133,24 @@ def mark_budget(axes: Axes, budget_bytes: int, unit: int, *, along: str = "y") -
     )  # fmt: skip
 
 
-def patches(
-    names: Iterable[str], look: Callable[[str], Swatch] = swatch, *, alpha: float | None = None, predicted: bool = False
-) -> list[Artist]:
+def patches(names: Iterable[str], *, alpha: float | None = None, predicted: bool = False) -> list[Artist]:
     """Entries of a legend: categories by colour and hatch, and the stroke of what is predicted."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Artist] = []
     for name in names:
-        drawn = look(name)
+        drawn = swatch(name)
         handles.append(
             Patch(facecolor=drawn.colour, hatch=drawn.hatch, edgecolor=PAPER, linewidth=0, label=name, alpha=alpha)
         )
     return [*handles, *([Line2D([], [], label="predicted", **_STROKE)] if predicted else [])]
 
 
-def legend(figure: Figure, handles: list[Artist], top: float, size: float = 9) -> None:
+def legend(figure: Figure, handles: list[Artist], top: float) -> None:
     """Explain marks in one line, `top` of the sheet up."""
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(0.012, top), ncols=max(1, len(handles)), frameon=False,
-        labelcolor=INK, prop={"family": FONT, "size": size}, borderpad=0, borderaxespad=0, handlelength=1.5,
+        labelcolor=INK, prop={"family": FONT, "size": 9}, borderpad=0, borderaxespad=0, handlelength=1.5,
         handleheight=1.1, columnspacing=1.5, handletextpad=0.5,
     )  # fmt: skip

@@ -41,13 +41,18 @@ _SWATCHES: dict[str, Swatch] = {
     Category.UNUSED: Swatch("#BDBDBD", "", ""),
     REST: Swatch("#8C8C8C", "||", "|"),
 }
-# every category there is, in stacking order
+# every category of a process by itself, in stacking order
 CATEGORIES = tuple(_SWATCHES)
+# what ranks of a run need beyond that
+_OF_RANKS = {
+    "gathered parameters": Swatch("#66B3E0", "oo", "."),
+    "communication buffers": Swatch("#D55E00", "--", "-"),
+}
 
 
 def swatch(category: str) -> Swatch:
     """The look of a category; what is not known looks like the rest."""
-    return _SWATCHES.get(category, _SWATCHES[REST])
+    return (_SWATCHES | _OF_RANKS).get(category, _SWATCHES[REST])
 
 
 def ordered(categories: Sequence[str] | set[str]) -> tuple[str, ...]:

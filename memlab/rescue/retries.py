@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from memlab.allocator import Settings
-from memlab.errors import PlanError
 from memlab.plan import Plan
 from memlab.plan.savings import more_micro_batches
 from memlab.runtime.observer import Observer
@@ -132,7 +131,7 @@ class RetryWatch(Observer):
         self._in_a_row += 1
         if self._in_a_row >= _STEPS_IN_A_ROW and self._plan not in self._said:
             self._said.add(self._plan)
-            text = advice(before, self._before, self._settings or _settings_in_force(), self._plan)
+            text = advice(before, self._before, self._settings or Settings.from_environment(os.environ), self._plan)
             if text is not None:
                 self._say(text)
 
@@ -143,7 +142,7 @@ class RetryWatch(Observer):
 def _cure(after: AllocatorSample, settings: Settings, plan: Plan) -> str:
     idle_bytes = after.reserved_bytes - after.allocated_bytes
     if idle_bytes > _IDLE_SHARE * after.reserved_bytes and not settings.expandable_segments:
-        wanted = replace(settings, expandable_segments=True)
+        wanted = ",".join(filter(None, (settings.text, "expandable_segments:True")))
         return (
             f"free memory is in pieces: start Python with PYTORCH_ALLOC_CONF={wanted} "
             "(older versions of torch read PYTORCH_CUDA_ALLOC_CONF)"
@@ -151,14 +150,6 @@ def _cure(after: AllocatorSample, settings: Settings, plan: Plan) -> str:
     cause = "tensors fill it" if idle_bytes <= _IDLE_SHARE * after.reserved_bytes else "segments are expandable already"
     instead = f" instead of {plan.accumulation}" if plan.accumulation > 1 else ""
     return f"{cause}: use smaller micro-batches, with {more_micro_batches(plan)}{instead}"
-
-
-def _settings_in_force() -> Settings:
-    try:
-        return Settings.from_environment(os.environ)
-    except PlanError:
-        # settings memlab does not know: smaller micro-batches help under any, so nothing is said about segments
-        return Settings(expandable_segments=True)
 
 
 def _cuda_counters(device: torch.device | None) -> Mapping[str, int]:

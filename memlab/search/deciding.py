@@ -273,9 +273,8 @@ def _expected_excess(mean: float, deviation: float) -> float:
     """
     if deviation <= 0:
         return max(0.0, mean)
-    z = mean / deviation
-    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-    return mean * (1 + math.erf(z / math.sqrt(2))) / 2 + deviation * density
+    z, normal = mean / deviation, statistics.NormalDist()
+    return mean * normal.cdf(z) + deviation * normal.pdf(z)
 
 
 def _share_below(limit: float, low: float, high: float) -> float:

@@ -62,8 +62,38 @@ class Attention:
     def scale_factor(self) -> float:
         return 1 / math.sqrt(self.query.size(-1)) if self.scale is None else self.scale
 
+    @property
+    def has_four_dimensions(self) -> bool:
+        return all(tensor.dim() == 4 for tensor in self.tensors)
 
-Condition = Callable[[Attention, Gpu], bool]
+    @property
+    def is_empty(self) -> bool:
+        return self.query.size(-2) == 0 or self.key.size(-2) == 0
+
+    @property
+    def has_one_head_count(self) -> bool:
+        return len({tensor.size(1) for tensor in self.tensors}) == 1
+
+    @property
+    def heads_divide(self) -> bool:
+        if not self.grouped:
+            return self.has_one_head_count
+        return all(self.query.size(1) % heads.size(1) == 0 for heads in (self.key, self.value))
+
+    @property
+    def has_adjacent_channels(self) -> bool:
+        return all(tensor.stride(-1) == 1 for tensor in self.tensors) and self._has_adjacent_mask
+
+    @property
+    def has_single_channel(self) -> bool:
+        return self.query.size(-1) == 1 and self._has_adjacent_mask
+
+    @property
+    def _has_adjacent_mask(self) -> bool:
+        return self.mask is None or self.mask.stride(-1) == 1
+
+    def is_of(self, allowed: tuple[torch.dtype, ...]) -> bool:
+        return self.query.dtype in allowed and len({tensor.dtype for tensor in self.tensors}) == 1
 
 
 # --- choosing -------------------------------------------------------------------------------------
@@ -82,14 +112,9 @@ def attention_backend(attention: Attention, gpu: Gpu) -> SDPBackend:
         'FLASH_ATTENTION'
     """
     for backend in _order(gpu):
-        allows, conditions = _BACKENDS.get(backend, (_never, ()))
-        if allows() and all(condition(attention, gpu) for condition in conditions):
+        if backend in _SERVES and _SERVES[backend](attention, gpu):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
-
-
-def _never() -> bool:
-    return False
 
 
 def _order(gpu: Gpu) -> list[SDPBackend]:
@@ -107,81 +132,82 @@ def _prefers_cudnn(gpu: Gpu) -> bool:
     return major in (9, 10) and minor in (0, 3) and not deprioritized
 
 
-def _on(first: tuple[int, int], last: tuple[int, int]) -> Condition:
-    return lambda _, gpu: first <= gpu.compute_capability <= last
+def _serves_cudnn(attention: Attention, gpu: Gpu) -> bool:
+    """`can_use_cudnn_attention`."""
+    may_vary = not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        and attention.has_four_dimensions
+        and may_vary
+        and attention.is_of(_half_types(gpu))
+        and _has_plain_mask(attention)
+        and (8, 0) <= gpu.compute_capability <= (12, 1)
+        and (_VERSION < (2, 12) or attention.dropout * 16 % 1 == 0)
+        and not attention.is_empty
+        and (attention.has_single_channel or attention.has_adjacent_channels)
+        and len({tensor.size(0) for tensor in attention.tensors}) == 1
+        and attention.heads_divide
+        and _are_channels_of_cudnn(attention, gpu)
+        and _are_lengths_of_cudnn(attention, gpu)
+    )
 
 
-def _four_dimensions(attention: Attention, _: Gpu) -> bool:
-    return all(tensor.dim() == 4 for tensor in attention.tensors)
-
-
-def _one_type(attention: Attention, allowed: tuple[torch.dtype, ...]) -> bool:
-    return attention.query.dtype in allowed and len({tensor.dtype for tensor in attention.tensors}) == 1
-
-
-def _half(attention: Attention, gpu: Gpu) -> bool:
-    return _one_type(attention, _HALF if gpu.compute_capability >= (8, 0) else (torch.float16,))
-
-
-def _half_or_single(attention: Attention, gpu: Gpu) -> bool:
-    half = _HALF if gpu.compute_capability >= (8, 0) else (torch.float16,)
-    return _one_type(attention, (*half, torch.float32))
-
-
-def _one_batch_size(attention: Attention, _: Gpu) -> bool:
-    return len({tensor.size(0) for tensor in attention.tensors}) == 1
-
-
-def _one_head_count(attention: Attention, _: Gpu) -> bool:
-    return len({tensor.size(1) for tensor in attention.tensors}) == 1
-
-
-def _heads_divide(attention: Attention, gpu: Gpu) -> bool:
-    if not attention.grouped:
-        return _one_head_count(attention, gpu)
-    return all(attention.query.size(1) % heads.size(1) == 0 for heads in (attention.key, attention.value))
-
-
-def _keys_have_values(attention: Attention, _: Gpu) -> bool:
-    return not attention.grouped or attention.key.size(1) == attention.value.size(1)
-
-
-def _not_empty(attention: Attention, _: Gpu) -> bool:
-    return attention.query.size(-2) != 0 and attention.key.size(-2) != 0
-
-
-def _channels_adjacent(attention: Attention, _: Gpu) -> bool:
-    mask = attention.mask
-    return all(tensor.stride(-1) == 1 for tensor in attention.tensors) and (mask is None or mask.stride(-1) == 1)
-
-
-def _channels_adjacent_or_single(attention: Attention, gpu: Gpu) -> bool:
-    mask = attention.mask
-    single = attention.query.size(-1) == 1 and (mask is None or mask.stride(-1) == 1)
-    return single or _channels_adjacent(attention, gpu)
-
-
-def _no_mask(attention: Attention, _: Gpu) -> bool:
-    return attention.mask is None
-
-
-def _equal_channels_to_256(attention: Attention, _: Gpu) -> bool:
+def _serves_flash(attention: Attention, gpu: Gpu) -> bool:
+    """`can_use_flash_attention`."""
     channels = {tensor.size(-1) for tensor in attention.tensors}
-    return len(channels) == 1 and max(channels) <= 256
+    return (
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        and attention.has_four_dimensions
+        and attention.mask is None
+        and len(channels) == 1
+        and max(channels) <= 256
+        and (8, 0) <= gpu.compute_capability <= (12, 1)
+        and _flash_backward_fits(attention, gpu)
+        and (not attention.is_causal or attention.query.size(-2) == attention.key.size(-2))
+        and attention.is_of(_half_types(gpu))
+        and len({tensor.size(0) for tensor in attention.tensors}) == 1
+        and attention.heads_divide
+        and (not attention.grouped or attention.key.size(1) == attention.value.size(1))
+        and not attention.is_empty
+        and (attention.has_single_channel or attention.has_adjacent_channels)
+    )
 
 
-def _backward_fits_channels(attention: Attention, gpu: Gpu) -> bool:
+def _serves_efficient(attention: Attention, gpu: Gpu) -> bool:
+    """`can_use_mem_efficient_attention`."""
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        and (5, 0) <= gpu.compute_capability <= (12, 1)
+        and attention.has_four_dimensions
+        and _has_aligned_channels(attention, gpu)
+        and not attention.is_empty
+        and attention.has_adjacent_channels
+        and len({tensor.size(0) for tensor in attention.tensors}) == 1
+        and (attention.has_one_head_count if _VERSION < (2, 14) else attention.heads_divide)
+        and attention.is_of((*_half_types(gpu), torch.float32))
+    )
+
+
+_SERVES: Mapping[SDPBackend, Callable[[Attention, Gpu], bool]] = {
+    SDPBackend.CUDNN_ATTENTION: _serves_cudnn,
+    SDPBackend.FLASH_ATTENTION: _serves_flash,
+    SDPBackend.EFFICIENT_ATTENTION: _serves_efficient,
+    SDPBackend.MATH: lambda _attention, _gpu: torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+}
+
+
+def _half_types(gpu: Gpu) -> tuple[torch.dtype, ...]:
+    return _HALF if gpu.compute_capability >= (8, 0) else (torch.float16,)
+
+
+def _flash_backward_fits(attention: Attention, gpu: Gpu) -> bool:
     """Above 192 channels the backward pass needs more shared memory than these GPUs have."""
     small = (8, 6) <= gpu.compute_capability <= (8, 9) or (12, 0) <= gpu.compute_capability <= (12, 1)
     channels = attention.query.size(-1)
     return not (attention.trains and small) or channels <= 192 or (attention.dropout == 0 and channels > 224)
 
 
-def _causal_is_square(attention: Attention, _: Gpu) -> bool:
-    return not attention.is_causal or attention.query.size(-2) == attention.key.size(-2)
-
-
-def _aligned_channels(attention: Attention, gpu: Gpu) -> bool:
+def _has_aligned_channels(attention: Attention, gpu: Gpu) -> bool:
     """`minimum_gemm_alignment`: of what tensor cores and vector loads want."""
     is_half, major = attention.query.dtype in _HALF, gpu.compute_capability[0]
     alignment = 4 if major >= 8 else 1
@@ -191,7 +217,7 @@ def _aligned_channels(attention: Attention, gpu: Gpu) -> bool:
     return query == key and query > 0 and value > 0 and query % alignment == 0 and value % alignment == 0
 
 
-def _mask_without_gradient(attention: Attention, _: Gpu) -> bool:
+def _has_plain_mask(attention: Attention) -> bool:
     mask = attention.mask
     if mask is None:
         return True
@@ -200,7 +226,7 @@ def _mask_without_gradient(attention: Attention, _: Gpu) -> bool:
     return not mask.requires_grad and mask.dim() in (2, 4) and fits
 
 
-def _cudnn_channels(attention: Attention, gpu: Gpu) -> bool:
+def _are_channels_of_cudnn(attention: Attention, gpu: Gpu) -> bool:
     query, value = attention.query.size(-1), attention.value.size(-1)
     if query % 8 or value % 8:
         return False
@@ -210,71 +236,11 @@ def _cudnn_channels(attention: Attention, gpu: Gpu) -> bool:
     return is_wide and max(query, value) <= 256 and (not attention.trains or query == value == 256)
 
 
-def _cudnn_lengths(attention: Attention, gpu: Gpu) -> bool:
+def _are_lengths_of_cudnn(attention: Attention, gpu: Gpu) -> bool:
     single = attention.query.size(2) == 1
     if single and gpu.compute_capability[0] == 10 and _VERSION >= (2, 14):
         return False
     return attention.key.size(2) != 1 and (attention.dropout == 0 or not single)
-
-
-def _cudnn_dropout(attention: Attention, _: Gpu) -> bool:
-    return _VERSION < (2, 12) or attention.dropout * 16 % 1 == 0
-
-
-def _may_vary(_: Attention, __: Gpu) -> bool:
-    return not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-_BACKENDS: Mapping[SDPBackend, tuple[Callable[[], bool], tuple[Condition, ...]]] = {
-    SDPBackend.CUDNN_ATTENTION: (
-        torch.backends.cuda.cudnn_sdp_enabled,
-        (
-            _four_dimensions,
-            _may_vary,
-            _half,
-            _mask_without_gradient,
-            _on((8, 0), (12, 1)),
-            _cudnn_dropout,
-            _not_empty,
-            _channels_adjacent_or_single,
-            _one_batch_size,
-            _heads_divide,
-            _cudnn_channels,
-            _cudnn_lengths,
-        ),
-    ),
-    SDPBackend.FLASH_ATTENTION: (
-        torch.backends.cuda.flash_sdp_enabled,
-        (
-            _four_dimensions,
-            _no_mask,
-            _equal_channels_to_256,
-            _on((8, 0), (12, 1)),
-            _backward_fits_channels,
-            _causal_is_square,
-            _half,
-            _one_batch_size,
-            _heads_divide,
-            _keys_have_values,
-            _not_empty,
-            _channels_adjacent_or_single,
-        ),
-    ),
-    SDPBackend.EFFICIENT_ATTENTION: (
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        (
-            _on((5, 0), (12, 1)),
-            _four_dimensions,
-            _aligned_channels,
-            _not_empty,
-            _channels_adjacent,
-            _one_batch_size,
-            _one_head_count if _VERSION < (2, 14) else _heads_divide,
-            _half_or_single,
-        ),
-    ),
-    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, ()),
-}
 
 
 # --- running --------------------------------------------------------------------------------------

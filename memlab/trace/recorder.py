@@ -83,8 +83,6 @@ class Recorder(Ledger):
         super().__init__("cpu")
         self.priced: list[Priced] = []  # the operators that did work, in order
         self.hidden: list[Hidden] = []  # what lived inside operators, in order; not among the births and deaths
-        # number of births and deaths recorded before a gradient was complete, by number of its storage
-        self.settled: dict[int, int] = {}
         # number of the storage that the first product of matrices filled, outside of backward and in it
         self.products: dict[bool, int] = {}
         self.in_model = False  # whether the model itself runs, rather than what surrounds it
@@ -107,12 +105,6 @@ class Recorder(Ledger):
         found = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return [alive.number for alive in found if alive is not None]
 
-    def gradient_settled(self, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is complete; called when autograd has put it in its place."""
-        if parameter.grad is not None:
-            for number in self.numbers_of([parameter.grad]):
-                self.settled[number] = len(self._events)
-
     @contextmanager
     def model_runs(self) -> Iterator[None]:
         """While the model's own forward runs."""
@@ -124,7 +116,7 @@ class Recorder(Ledger):
 
     def begin(self, holdings: Any) -> None:
         super().begin(holdings)
-        self.priced, self.hidden, self.settled, self.products = [], [], {}, {}
+        self.priced, self.hidden, self.products = [], [], {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -38,7 +38,7 @@ from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Layout, row_ranges
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
-from memlab.trace.marks import Mark, marking
+from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.rows import flat, with_rows
 from memlab.trace.twin import Twin, live_tensors
@@ -71,17 +71,20 @@ class Trace:
     notes: tuple[str, ...]  # what techniques had to say, and what was left out
     outputs: tuple[int, ...] = ()  # numbers of the storages the model's outputs lie in, beside scalars
     trained: frozenset[int] = frozenset()  # numbers of the parameters that got a gradient
-    # number of births and deaths before a gradient was complete, by number of its storage
-    settled: Mapping[int, int] = field(default_factory=dict)
     # number of the storage that the first product of matrices filled, outside of backward and in it
     products: Mapping[bool, int] = field(default_factory=dict)
-    marks: tuple[Mark, ...] = ()  # of the modules that were to be marked, in order
+    marks: tuple[Mark, ...] = ()  # of gradients, and of the modules that were to be marked, in order
     is_decided: bool = False  # whether the first pass decides how those after it are run
 
     @property
     def has_surrogate_loss(self) -> bool:
         """Return whether the loop's own loss is not known, and something in its place was differentiated."""
         return _NO_LOSS in self.notes
+
+    @functools.cached_property
+    def settled(self) -> dict[int, int]:
+        """Return the number of births and deaths before a gradient was complete, by number of its storage."""
+        return {mark.storage: mark.event for mark in self.marks if mark.moment is MarkedEvents.SETTLED}
 
     @functools.cached_property
     def bill(self) -> Bill:
@@ -221,7 +224,13 @@ class Tracer:
         return accepts_use_cache(workload.model) and call_of(workload).kwargs.get("use_cache") is not False
 
     def one_pass(
-        self, plan: Plan, rows: int | None = None, *, use_cache: bool = True, after: int | None = None
+        self,
+        plan: Plan,
+        rows: int | None = None,
+        *,
+        use_cache: bool = True,
+        after: int | None = None,
+        is_first: bool = False,
     ) -> Trace:
         """Trace forward and backward of one batch, without gradients before.
 
@@ -230,11 +239,13 @@ class Tracer:
             rows: rows of the batch; by default as many as it has. Others are made by repeating rows.
             use_cache: False switches the model's key-value cache off, as accumulation does.
             after: where calls decide how later ones are run, one of so many rows went before.
+            is_first: none went before.
         """
         workload = self._pass_of(rows, use_cache=use_cache)
         with self._session(plan) as (session, seen):
-            for earlier in (workload,) if after is None else (self._with_rows(after), workload):
-                self._let_learn(session, earlier, seen)
+            earlier = (workload,) if after is None else (self._with_rows(after), workload)
+            for each in () if is_first else earlier:
+                self._let_learn(session, each, seen)
             return self._one_pass(session, seen, workload)
 
     def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
@@ -249,12 +260,6 @@ class Tracer:
             workload.model.zero_grad(set_to_none=True)
             return first, self._one_pass(session, seen, workload)
 
-    def first_pass(self, plan: Plan, rows: int | None = None, *, use_cache: bool = True) -> Trace:
-        """Trace the first pass of all, which may decide how those after it are run; else as `one_pass`."""
-        workload = self._pass_of(rows, use_cache=use_cache)
-        with self._session(plan) as (session, seen):
-            return self._one_pass(session, seen, workload)
-
     def _pass_of(self, rows: int | None, *, use_cache: bool) -> Workload:
         workload = self.twin.workload if rows is None else self._with_rows(rows)
         if use_cache or workload.loss_fn is not None:
@@ -266,8 +271,7 @@ class Tracer:
         seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
         seen.start()
         marks: list[Mark] = []
-        marked = marking(workload.model, self.marked, seen.recorder, marks) if self.marked else nullcontext()
-        with _settling(workload.model, seen.recorder), marked:
+        with marking(workload.model, self.marked, seen.recorder, marks):
             loss = self._backward(workload, seen)
         seen.recorder.know(gradients_of(workload.model))
         trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
@@ -315,18 +319,11 @@ class Tracer:
         """
         chosen = set(trained)
         with self._session(plan) as (session, seen):
-            parameters = [p for n, p in enumerate(seen.workload.model.parameters()) if n in chosen]
-            first, second = (self._one_update(session, seen, parameters) for _ in range(_STEPS))
+            model = seen.workload.model
+            held = [*parameters_of(model), *_held(session)]
+            parameters = [p for n, p in enumerate(model.parameters()) if n in chosen]
+            first, second = (self._one_update(session, seen, held, parameters) for _ in range(_STEPS))
             return first, second
-
-    def _one_update(self, session: Session, seen: _StepObserver, parameters: Iterable[nn.Parameter]) -> Trace:
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        model, optimizers = seen.workload.model, seen.workload.optimizers
-        seen.recorder.begin([*parameters_of(model), *_held(session), *gradients_of(model), *state_of(optimizers)])
-        seen.start()
-        self._update(seen)
-        return seen.finish(session)
 
     def update_of_flats(self, elements: Sequence[int]) -> Trace:
         """Trace an update like all that follow the first, of optimizers that step one flat tensor for each group.
@@ -334,13 +331,15 @@ class Tracer:
         Args:
             elements: of the tensor of each group, of all optimizers; 0 for no tensor.
         """
-        with self._session(Plan()) as (_, seen):
+        with self._session(Plan()) as (session, seen):
             groups = [group for optimizer in seen.workload.optimizers for group in optimizer.param_groups]
             before = [group["params"] for group in groups]
             try:
                 for group, size in zip(groups, elements, strict=True):
                     group["params"] = [self._flat(size)] if size else []
-                return [self._one_update_of(groups, seen) for _ in range(_STEPS)][-1]
+                parameters = [parameter for group in groups for parameter in group["params"]]
+                held = [(Category.PARAMETERS, parameter) for parameter in parameters]
+                return [self._one_update(session, seen, held, parameters) for _ in range(_STEPS)][-1]
             finally:
                 for group, parameters in zip(groups, before, strict=True):
                     group["params"] = parameters
@@ -349,19 +348,17 @@ class Tracer:
         with self.twin.fake_mode:
             return nn.Parameter(torch.empty(elements, device="cpu"))
 
-    def _one_update_of(self, groups: Sequence[Mapping[str, Any]], seen: _StepObserver) -> Trace:
-        parameters = [parameter for group in groups for parameter in group["params"]]
+    def _one_update(
+        self, session: Session, seen: _StepObserver, held: Iterable[Holding], parameters: Sequence[nn.Parameter]
+    ) -> Trace:
+        """An update of parameters, each with a gradient; what is held lives before it."""
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        held = [(Category.PARAMETERS, parameter) for parameter in parameters]
         gradients = [(Category.GRADIENTS, parameter.grad) for parameter in parameters]
         seen.recorder.begin([*held, *gradients, *state_of(seen.workload.optimizers)])
-        seen.recorder.start()
-        for optimizer in seen.workload.optimizers:
-            type(optimizer).step(optimizer)
-        seen.recorder.know([*state_of(seen.workload.optimizers), *held])
-        seen.recorder.stop()
-        return Trace(seen.recorder.finish(), tuple(seen.recorder.priced), tuple(seen.recorder.hidden), 0, 0, 0, ())
+        seen.start()
+        self._update(seen)
+        return seen.finish(session)
 
     def one_probe(self, parts: int) -> Trace:
         """Trace the look at a few rows that accumulation takes before it first splits a batch.
@@ -518,7 +515,6 @@ class _StepObserver(LedgerObserver):
             (*self.notes, *session.notes),
             tuple(self.outputs),
             trained,
-            dict(self.recorder.settled),
             dict(self.recorder.products),
         )
 
@@ -572,16 +568,6 @@ def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as undo:
         stand_in(model, "forward", watched, undo)
-        yield
-
-
-@contextmanager
-def _settling(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Let the recorder know when gradients are complete: those of tied weights have to wait for one another."""
-    with ExitStack() as undo:
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            settled = parameter.register_post_accumulate_grad_hook(recorder.gradient_settled)  # type: ignore[no-untyped-call]
-            undo.callback(settled.remove)
         yield
 
 

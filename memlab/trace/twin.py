@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -208,11 +208,6 @@ class Twin:
 def _is_part_of_the_model(hook: Any) -> bool:
     home = str(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)
     return home.startswith("torch.nn.utils.") or keeps_state_in_modules(home)
-
-
-def is_fake(value: Any) -> bool:
-    """Return whether a value is a fake tensor."""
-    return isinstance(value, FakeTensor)
 
 
 def live_tensors(workload: Workload) -> Iterator[torch.Tensor]:

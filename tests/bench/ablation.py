@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memlab import Workload, ablation
 from memlab.records.ablation import Ablation
-from memlab.report import ablation_image
+from memlab.report import image
 from tests.bench.readme import MEASURED, with_section
 
 PICTURE = MEASURED.parent / "ablation.png"
@@ -21,7 +21,7 @@ def main() -> None:
     """Measure and write."""
     found = ablated()
     MEASURED.write_text(with_section(MEASURED.read_text(), "ablation", f"```\n{found}\n```"))
-    PICTURE.write_bytes(ablation_image.png(found))
+    PICTURE.write_bytes(image.ablation_png(found))
     print(found)
 
 

@@ -14,7 +14,7 @@ import samples
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.ablation import Ablation, AblationRow
-from memlab.report import ablation, ablation_image, html, text
+from memlab.report import ablation, html, image, text
 from memlab.units import GIB
 
 REASON = "accumulation: GPT2 has BatchNorm (1); replace it by GroupNorm"
@@ -50,7 +50,7 @@ def ran_out() -> Ablation:
                    events=("ended at the first row that fits; not tried: --bf16",))  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [ablation, ablation_image])
+@pytest.mark.parametrize("module", [ablation])
 def test_examples_in_the_docstrings(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -155,7 +155,7 @@ def test_the_picture(shown: Ablation) -> None:
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    picture = Image.open(io.BytesIO(ablation_image.png(shown)))
+    picture = Image.open(io.BytesIO(image.ablation_png(shown)))
     assert picture.width == 1584
     assert picture.height > 100 + 75 * len(shown.rows)
     assert picture.info["Description"].startswith(("1 of", "2 of", "as written"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memlab.records import Fit
 from memlab.records.ranks import Fewest, HowMany, PredictedRanks, RankPrediction
-from memlab.report import html, ranks, text
+from memlab.report import html, image, ranks, text
 from tests.helpers.needs import needs
 
 GIB = 2**30
@@ -93,12 +93,12 @@ def test_how_many_has_a_line_for_each_gpu() -> None:
 def test_a_picture_says_what_it_shows() -> None:
     from PIL import Image
 
-    drawn = ranks.png(PREDICTED)
+    drawn = image.ranks_png(PREDICTED)
     assert drawn is not None
     picture = Image.open(io.BytesIO(drawn))
     assert picture.text["Title"] == "gpt2"  # type: ignore[attr-defined] # of PNG pictures
     assert "--scale zero3 on 2: 6.00 GiB a rank" in picture.text["Description"]  # type: ignore[attr-defined]
-    assert ranks.png(PredictedRanks("gpt2", (REFUSED,))) is None
+    assert image.ranks_png(PredictedRanks("gpt2", (REFUSED,))) is None
     assert ranks.sentence(PredictedRanks("gpt2", (REFUSED,))) == "gpt2: no engine applies"
 
 

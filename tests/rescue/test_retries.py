@@ -15,7 +15,7 @@ from memlab.plan import Plan
 from memlab.rescue.retries import AllocatorSample, RetryWatch, advice
 
 MIB = 2**20
-EXPANDABLE = Settings(expandable_segments=True)
+EXPANDABLE = Settings.parse("expandable_segments:True")
 Step = Sequence[Sequence[int]]  # sizes in MiB of what lives together, one group after the other
 # activations of batches that get longer: what is cached of one is too small for the next
 MIXED_LENGTHS: tuple[Step, ...] = ([[12] * 6], [[14] * 6], [[16] * 6])
@@ -25,19 +25,23 @@ HALF_FULL: tuple[Step, ...] = ([[60], [60], [1] * 20],) * 4
 
 
 class Gpu:
-    """A simulated device that runs steps and counts as torch does."""
+    """A simulated device of some size that runs steps and counts as torch does."""
 
     def __init__(self, settings: Settings | None = None, capacity_mib: int = 150) -> None:
-        self._allocator = Allocator(settings, capacity_bytes=capacity_mib * MIB)
+        self._allocator, self._capacity_bytes, self._retries = Allocator(settings), capacity_mib * MIB, 0
         self._peaks: Counter[str] = Counter()  # of the step
         self._weights = self._malloc(20)
 
     def _malloc(self, size_mib: int) -> Block:
         block = self._allocator.malloc(size_mib * MIB)
-        values = self._allocator.stats().values
-        self._peaks |= Counter(
-            {f"{name}.all.peak": values[f"{name}.all.current"] for name in ("allocated_bytes", "reserved_bytes")}
-        )
+        if self._allocator.reserved_bytes > self._capacity_bytes:
+            self._allocator.free(block)
+            self._allocator.empty_cache()
+            self._retries += 1
+            block = self._allocator.malloc(size_mib * MIB)
+        assert self._allocator.reserved_bytes <= self._capacity_bytes
+        now = {"allocated_bytes": self._allocator.allocated_bytes, "reserved_bytes": self._allocator.reserved_bytes}
+        self._peaks |= Counter({f"{name}.all.peak": size_bytes for name, size_bytes in now.items()})
         return block
 
     def step(self, groups: Step) -> AllocatorSample:
@@ -48,7 +52,7 @@ class Gpu:
         return AllocatorSample.of(self.counters())
 
     def counters(self) -> Mapping[str, int]:
-        return {**self._allocator.stats().values, **self._peaks}
+        return {"num_alloc_retries": self._retries, **self._peaks}
 
 
 def samples(steps: Sequence[Step], settings: Settings | None = None) -> list[AllocatorSample]:
@@ -78,7 +82,7 @@ def test_other_settings_of_the_allocator_are_kept() -> None:
     text = advice(before, after, Settings.parse("roundup_power2_divisions:4"))
 
     assert text is not None
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True,roundup_power2_divisions:4 " in text
+    assert "PYTORCH_ALLOC_CONF=roundup_power2_divisions:4,expandable_segments:True " in text
 
 
 @pytest.mark.parametrize("settings", [Settings(), EXPANDABLE])
@@ -202,7 +206,7 @@ def test_without_cuda_nothing_is_read(said: list[str]) -> None:
     [
         ("", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
         ("expandable_segments:True", "--accumulate 2"),
-        ("something_new:1", "--accumulate 2"),
+        ("something_new:1", "PYTORCH_ALLOC_CONF=something_new:1,expandable_segments:True"),
     ],
 )
 def test_settings_in_the_environment(

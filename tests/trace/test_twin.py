@@ -25,7 +25,7 @@ from memlab.predicting import predict
 from memlab.runtime.workload import Batch
 from memlab.session.snapshot import Snapshot
 from memlab.trace.tracer import Tracer
-from memlab.trace.twin import Twin, is_fake
+from memlab.trace.twin import Twin
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.helpers.snapshots import changed_between
 from tests.techniques.models import gpt2, ragged_batch
@@ -68,9 +68,9 @@ def agrees(workload: Workload, flags: str = "") -> bool:
 def test_floats_are_fake_and_integers_are_copies() -> None:
     live = Net()
     twin = Twin(workload_of(live)).workload.model
-    assert all(is_fake(parameter) for parameter in twin.parameters())
-    assert is_fake(twin.scale)
-    assert not is_fake(twin.steps)
+    assert all(isinstance(parameter, FakeTensor) for parameter in twin.parameters())
+    assert isinstance(twin.scale, FakeTensor)
+    assert not isinstance(twin.steps, FakeTensor)
     assert twin.steps is not live.steps
     twin.steps += 5
     assert int(live.steps) == 0
@@ -121,7 +121,7 @@ def test_the_batch_is_copied_with_what_it_shares(form: Callable[[dict[str, Any]]
     assert batch["input_ids"] is not ids
     assert torch.equal(batch["input_ids"], ids)
     assert batch["names"] == ["a", "b"]
-    assert is_fake(batch["weights"])
+    assert isinstance(batch["weights"], FakeTensor)
 
 
 def test_a_twin_under_a_plan_is_what_the_user_wrote() -> None:
@@ -215,7 +215,7 @@ def test_what_cannot_be_copied_is_shared() -> None:
     assert twin.enter is not live.enter
     assert twin.leave.weight is twin.enter.weight
     assert twin.also_scale is twin.scale
-    assert is_fake(twin.enter.weight)
+    assert isinstance(twin.enter.weight, FakeTensor)
     assert agrees(workload)
     assert not live.lock.locked()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 from memlab.errors import RefusalError, ScaleError
@@ -98,14 +99,8 @@ class _Search:
 
     def fewest(self, listed: Gpu, scale: Scale) -> Fewest:
         """The first power of two that is enough; a rank never needs more when there are more of them."""
-        enough, too_few = len(self._powers), -1
-        while enough - too_few > 1:
-            middle = (enough + too_few) // 2
-            if self._fits(listed, scale, self._powers[middle]):
-                enough = middle
-            else:
-                too_few = middle
-        found = self._prediction(scale, self._powers[enough]) if enough < len(self._powers) else None
+        at = bisect_left(self._powers, True, key=lambda ranks: self._fits(listed, scale, ranks))
+        found = self._prediction(scale, self._powers[at]) if at < len(self._powers) else None
         return Fewest(listed.name, listed.memory_bytes, scale.engine, found)
 
     def _fits(self, listed: Gpu, scale: Scale, ranks: int) -> bool:
