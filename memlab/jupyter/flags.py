@@ -106,7 +106,7 @@ PREDICT_FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "panel": (_BUDGET, *_WORKLOAD_FLAGS),
     "snapshot": (
-        Flag("predicted", "--predicted", "", "predict the snapshot instead of running two steps for it"),
+        Flag("predicted", "--predicted", "", "predict the snapshot instead of running two steps for it, as is done for a model on the CPU anyway"),
         _GPU,
         *_WORKLOAD_FLAGS,
     ),

@@ -167,7 +167,7 @@ class LineMagic:
         with self._notebook.saying() as say:
             is_recorded = not options.predicted and workload.device.type == "cuda"
             say(f"{'recording' if is_recorded else 'predicting'} a step of {plan.label}")
-            file = save_snapshot(options.words[0], workload, plan, options.device, measured=not options.predicted)
+            file = save_snapshot(options.words[0], workload, plan, options.device, measured=is_recorded)
         print(f"memfit: {plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")  # noqa: T201
 
     def _compare(self, words: list[str]) -> Comparison:

@@ -56,11 +56,10 @@ def save_snapshot(
         workload: with an optimizer and a batch (and a `loss_fn` when the model returns no loss).
         plan: a plan, or its flags.
         device: a GPU of the catalogue to predict it for, or its name; by default the device the model is on.
-        measured: on a GPU, run the steps and put everything back afterwards; the file is torch's own recording. A CPU
-            has no allocator that could be recorded: there the steps are predicted in any case.
+        measured: on a GPU, run the steps and put everything back afterwards; the file is torch's own recording.
 
     Raises:
-        MemlabError: the folder does not exist, no such GPU, or a measured snapshot of a device the model is not on.
+        MemlabError: the folder does not exist, no such GPU, or a measured snapshot on a CPU, or of a device the model is not on.
         RefusalError: a technique of the plan does not apply.
         TraceError: what the model computes depends on values; on a GPU `measured=True` still works.
         WorkloadError: no batch or no optimizer, or the model gives no loss.
@@ -82,8 +81,7 @@ def save_snapshot(
     target = _writable(path)
     wanted = Plan.of(plan)
     if measured:
-        _require_own_device(workload, device)
-    if measured and workload.device.type == "cuda":
+        _require_recordable(workload, device)
         _record_on_cuda(target, workload, wanted)
     else:
         target.write_bytes(pickle.dumps(_predicted(workload, wanted, device)))
@@ -99,7 +97,12 @@ def _writable(path: str | Path) -> Path:
     return target
 
 
-def _require_own_device(workload: Workload, device: str | Gpu | None) -> None:
+def _require_recordable(workload: Workload, device: str | Gpu | None) -> None:
+    if workload.device.type != "cuda":
+        raise MemlabError(
+            f"a measured snapshot is what torch's allocator for GPUs records, and the model is on {workload.device}: ask for a "
+            f"predicted one"
+        )
     if device is None or (isinstance(device, str) and device.strip().casefold() == workload.device.type):
         return
     name = device if isinstance(device, str) else device.name
