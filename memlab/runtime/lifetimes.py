@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
+import torch
+
 _T = TypeVar("_T")
 
 
@@ -47,6 +49,11 @@ class WhileAlive(Generic[_T]):
     def forget(self, thing: Any) -> None:
         """Drop the value of an object; do nothing when it has none."""
         self._values.pop(weakref.ref(thing), None)
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a hook on saved tensors may keep it: an output knows its node, which would keep itself alive through it."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 class Departures(Generic[_T]):
