@@ -23,7 +23,7 @@ call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept insi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -156,10 +156,12 @@ class GuardedCall:
         self._require_untouched()
         now = self._before.now()
         self._before.restore()
-        with self._autocast.entered():
-            self._run_inside()
-        self._graph, self._output = at(self._output, self._paths), None
-        now.restore()
+        try:
+            with self._autocast.entered():
+                self._run_inside()
+            self._graph, self._output = at(self._output, self._paths), None
+        finally:
+            now.restore()
 
     def _require_untouched(self) -> None:
         if self._versions != _versions([*self._leaves, *self._aliases.originals]):
@@ -238,9 +240,11 @@ class GuardedCall:
         args, kwargs = tree_unflatten(leaves, self._spec)
         now = self._before.now()
         self._before.restore()
-        with self._autocast.entered():
-            made = at(self._run(*args, **kwargs), self._paths)
-        now.restore()
+        try:
+            with self._autocast.entered():
+                made = at(self._run(*args, **kwargs), self._paths)
+        finally:
+            now.restore()
         pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
         sources = [*(leaves[i] for i in self._inputs), *self._aliases.originals]
         return torch.autograd.grad(
@@ -331,10 +335,9 @@ class Start:
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         self._random = Randomness() if self._state is None else self._state.random
         self._buffers = [
-            (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_inference() and not self._is_in_state(buffer)
+            (table, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
+            for table, name, buffer in (*_buffers_of(model), *_frozen_of(model, device))
+            if not buffer.is_inference() and not self._is_in_state(buffer)
         ]
 
     def _is_in_state(self, buffer: torch.Tensor) -> bool:
@@ -352,9 +355,8 @@ class Start:
 
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone, and which other tensors it writes to."""
-        for module, name, buffer, copy, version in self._buffers:
-            is_there = name in module._buffers and module._buffers[name] is buffer  # of torch.jit, no dict
-            is_same = is_there and buffer._version == version
+        for table, name, buffer, copy, version in self._buffers:
+            is_same = name in table and table[name] is buffer and buffer._version == version  # of torch.jit, no dict
             if not is_same:
                 _left_alone.pop(buffer, None)
             elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):
@@ -368,11 +370,35 @@ class Start:
             self._state.restore()
         else:
             self._random.restore()
-        for module, name, buffer, copy, _ in self._buffers:
-            module._buffers[name] = buffer
+        for table, name, buffer, copy, _ in self._buffers:
+            if name not in table or table[name] is not buffer:
+                table[name] = buffer
             if copy is not None:
                 # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
                 put_back(buffer, copy)
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Buffers, each with the table that holds it and its name there."""
+    for module in model.modules():
+        yield from ((module._buffers, name, each) for name, each in module._buffers.items() if each is not None)
+
+
+def _frozen_of(model: nn.Module, device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
+    """The same of parameters that do not train, of which a forward pass may keep averages (MoCo).
+
+    None where they are most of the model: base weights beside adapters, which nothing writes to.
+    """
+    found: dict[int, tuple[Any, str, torch.Tensor]] = {}
+    trained_bytes = frozen_bytes = 0
+    for module in model.modules():
+        for name, each in module._parameters.items():
+            if each is not None and each.requires_grad:
+                trained_bytes += each.nbytes
+            elif each is not None and type(each) is nn.Parameter and each.device == device and id(each) not in found:
+                found[id(each)] = module._parameters, name, each
+                frozen_bytes += each.nbytes
+    return list(found.values()) if frozen_bytes <= 2 * trained_bytes else []
 
 
 def _versions(values: Iterable[Any]) -> list[int]:

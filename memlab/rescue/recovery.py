@@ -59,6 +59,7 @@ class Recovery:
         self,
         session: Callable[[], Session],
         follow: Callable[[], None],  # called when a plan has changed, and parameters may have left the device
+        drop_graphs: Callable[[], bool],  # drops graphs that can be made again, of all models; whether there were any
         keep: Collection[str],  # names of plan fields that must not change
         # of plans for this workload and device; order the fallbacks where they are known
         predictions: Mapping[Plan, Prediction] | None,
@@ -67,6 +68,7 @@ class Recovery:
     ) -> None:
         self._session = session
         self._follow = follow
+        self._drop_graphs = drop_graphs
         self._keep = frozenset(keep)
         self._predictions = dict(predictions or {})
         self._capacity_bytes = capacity_bytes
@@ -148,6 +150,7 @@ class Recovery:
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
             # nothing is left but what has just been freed: the same plan once more
             trouble.is_last_try = True
+            self._drop_graphs()
         trouble.room_made = perf_counter()
 
     def free(self, place: Place, error: BaseException) -> None:
@@ -170,7 +173,8 @@ class Recovery:
         """Change to the first fallback that applies, or try once more before numbers would change; whether there is one."""
         while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
             if fallback.lossy and trouble.tried_again != trouble.base:
-                trouble.tried_again = trouble.base  # what has just been freed may be enough
+                trouble.tried_again = trouble.base  # what has just been freed may be enough, or what others hold
+                self._drop_graphs()
                 if self._is_base_in_force(trouble):
                     return True
             trouble.fallback = fallback

@@ -111,6 +111,10 @@ class _Refusing:
     def change(self, plan: Plan, *, noted: bool) -> None:
         self.plan = plan
 
+    def drop_graphs(self) -> bool:
+        self.tried.append("graphs dropped")
+        return True
+
     def note(self, *_text: Any, **_more: Any) -> None:
         pass
 
@@ -128,8 +132,8 @@ class _Refusing:
 @pytest.mark.parametrize(
     ("has_lossy", "tried"),
     [
-        (True, ["as written", "--accumulate 2", "as written", "--bf16"]),
-        (False, ["as written", "--accumulate 2", "as written"]),
+        (True, ["as written", "--accumulate 2", "graphs dropped", "as written", "--bf16"]),
+        (False, ["as written", "--accumulate 2", "graphs dropped", "as written"]),
     ],
 )
 def test_what_is_tried_once_more_is_the_plan_before_and_not_one_that_was_refused(
@@ -137,6 +141,6 @@ def test_what_is_tried_once_more_is_the_plan_before_and_not_one_that_was_refused
 ) -> None:
     session: Any = _Refusing(has_lossy=has_lossy)
     monkeypatch.setattr(recovery, "next_plans", session.next_plans)
-    recovering = recovery.Recovery(lambda: session, lambda: None, (), None, None, None)
+    recovering = recovery.Recovery(lambda: session, lambda: None, session.drop_graphs, (), None, None, None)
     recovering.until_it_fits(session.work, lambda error: recovering.make_room(error, Place.FORWARD))
     assert session.tried == tried
