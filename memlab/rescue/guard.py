@@ -15,6 +15,8 @@ Numbered rules of the mechanism:
    too; `Aliases` that are left with a gradient are delivered when the loop's backward pass is over.
 5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph.
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
+6. Outputs are siblings behind the node, though one may be computed from another (a mapped latent and its image). Who asks for
+   the gradient of the former is answered by a hook within: `GuardedCall.hook`.
 
 Known limitations: files that a forward writes, and objects it reaches in ways `reach` does not know, are written again when the
 call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters.
@@ -23,17 +25,21 @@ call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept insi
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
+from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases, put_back
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
@@ -87,12 +93,18 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
+        self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
 
     @property
     def has_graph(self) -> bool:
         """Return whether the inner graph is there, and with it the activations of the model."""
         return self._graph is not None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A parameter that trains."""
+        return next(each for each in self._aliases.originals if each.requires_grad)
 
     @property
     def rows(self) -> int:
@@ -125,6 +137,30 @@ class GuardedCall:
         node = self.node()
         if node is not None:
             node.call, node.rest = None, self._rest
+
+    def leads_to_others(self, number: int) -> bool:
+        """Return whether other outputs of the call are computed from one of them."""
+        if self._graph is None:
+            return len(self._paths) > 1
+        return any(self._paths[number] in others for others in graphs.before(_edges(self._graph)).values())
+
+    def hook(self, number: int, hook: Callable[..., Any]) -> RemovableHandle:
+        """Have a function called with the whole gradient of an output, what comes through other outputs included."""
+        table = self._hooks.setdefault(self._paths[number], OrderedDict())
+        handle = RemovableHandle(table)
+        table[handle.id] = hook
+        return handle
+
+    @contextmanager
+    def _hooked(self, outputs: Mapping[Path, torch.Tensor]) -> Iterator[None]:
+        handles = [
+            real(outputs[path]).register_hook(hook) for path, table in self._hooks.items() for hook in table.values()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -199,13 +235,14 @@ class GuardedCall:
         if self._graph is None:
             self._run_again()
         assert self._graph is not None
+        hooked = self._hooked(self._graph) if self._hooks else nullcontext()
         edges = _edges(self._graph)  # the outputs themselves may go, as they do where the loop has let go of them
         inputs = self._inner_inputs
         if not keep:
             unused = {path: edge for path, edge in edges.items() if path not in wanted}
             self._rest = _Rest(self._paths, unused, inputs, self._aliases) if unused else None
             self._graph = None
-        with self._aliases.in_place():
+        with self._aliases.in_place(), hooked:
             torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
         return _taken(inputs)
 
@@ -247,9 +284,10 @@ class GuardedCall:
             now.restore()
         pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
         sources = [*(leaves[i] for i in self._inputs), *self._aliases.originals]
-        return torch.autograd.grad(
-            [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
-        )
+        with self._hooked(made):
+            return torch.autograd.grad(
+                [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,6 +323,13 @@ def _taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     for leaf in leaves:
         leaf.grad = None
     return gradients
+
+
+def before_others(tensor: torch.Tensor) -> tuple[GuardedCall, int] | None:
+    """Return the call and number of an output that others of its call are computed from; None for any other tensor."""
+    node: Any = tensor.grad_fn
+    call: GuardedCall | None = node.node.call if type(node) is _Guarded._backward_cls else None
+    return (call, tensor.output_nr) if call is not None and call.leads_to_others(tensor.output_nr) else None
 
 
 class _Node:

@@ -538,6 +538,53 @@ def test_frozen_weights_are_updated_once_when_a_pass_is_repeated(in_place: bool)
         assert all(map(torch.allclose, averages([nth]), expected))
 
 
+class Mapped(nn.Module):
+    """Returns what it has made, and what it has made it from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapping, self.synthesis = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latent = self.mapping(inputs).tanh()
+        return self.synthesis(latent).tanh(), latent
+
+
+@pytest.mark.parametrize("how", ["path length", "split", "retained", "hooked", "unused"])
+def test_an_output_that_another_is_computed_from_has_its_whole_gradient(how: str) -> None:
+    def loop(guarded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found = Mapped().double(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) if guarded else nullcontext():
+            for step in range(2):
+                image, latent = model(pairs(step)[0].double())
+                loss = image.square().sum() + latent.exp().sum()
+                if how == "path length":
+                    (gradient,) = torch.autograd.grad(image.square().sum(), latent, create_graph=True)
+                    loss = loss + gradient.square().sum()
+                elif how == "split":
+                    (gradient,) = torch.autograd.grad(loss, [latent])
+                    loss = (latent * gradient).sum()
+                elif how == "retained":
+                    latent.retain_grad()
+                elif how == "hooked":
+                    latent.register_hook(found.append)
+                    latent.register_hook(lambda gradient: 2 * gradient).remove()
+                else:
+                    with pytest.raises(RuntimeError, match="not have been used"):
+                        torch.autograd.grad(latent.sum(), image, retain_graph=True)
+                loss.backward()
+                found += [latent.grad] if how == "retained" else []
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*found, *model.parameters()]
+
+    expected, found = loop(False), loop(True)
+    assert len(expected) == len(found)
+    assert all(map(torch.allclose, expected, found))
+
+
 first = None  # the name of an attribute of `Packing`'s as well
 
 
