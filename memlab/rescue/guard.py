@@ -328,7 +328,8 @@ def _taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 def before_others(tensor: torch.Tensor) -> tuple[GuardedCall, int] | None:
     """Return the call and number of an output that others of its call are computed from; None for any other tensor."""
     node: Any = tensor.grad_fn
-    call: GuardedCall | None = node.node.call if type(node) is _Guarded._backward_cls else None
+    is_guarded = isinstance(node, _Guarded._backward_cls)
+    call: GuardedCall | None = node.node.call if is_guarded else None
     return (call, tensor.output_nr) if call is not None and call.leads_to_others(tensor.output_nr) else None
 
 
