@@ -213,10 +213,13 @@ class GuardedCall:
         self._guardian.backward_begins(self)
         wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
         keep = self._guardian.keeps_graph()
+        past = self._aliases.take_gradients()  # of this pass, and no attempt's: nodes within come before this one
         while True:
             shortage: BaseException | None = None
             try:
-                inputs = self._differentiate(wanted, keep=keep)
+                # who comes in past the node may do so again, should the whole pass be repeated
+                retain = keep or any(gradient is not None for gradient in past)
+                inputs = self._differentiate(wanted, keep=keep, retain=retain)
             except BaseException as error:
                 self._break_off()
                 if self._guardian.recovery.can_rescue(error):
@@ -228,10 +231,12 @@ class GuardedCall:
             if shortage is None:
                 if not keep:
                     self._guardian.is_done(self)
-                return (*inputs, *self._aliases.take_gradients())
+                return (*inputs, *map(_sum, past, self._aliases.take_gradients()))
             self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
 
-    def _differentiate(self, wanted: Mapping[Path, torch.Tensor], *, keep: bool) -> list[torch.Tensor | None]:
+    def _differentiate(
+        self, wanted: Mapping[Path, torch.Tensor], *, keep: bool, retain: bool
+    ) -> list[torch.Tensor | None]:
         if self._graph is None:
             self._run_again()
         assert self._graph is not None
@@ -243,7 +248,7 @@ class GuardedCall:
             self._rest = _Rest(self._paths, unused, inputs, self._aliases) if unused else None
             self._graph = None
         with self._aliases.in_place(), hooked:
-            torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
+            torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=retain)
         return _taken(inputs)
 
     def _break_off(self) -> None:
@@ -315,6 +320,10 @@ class _Rest:
 
 def _edges(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:
     return {path: torch.autograd.graph.get_gradient_edge(real(tensor)) for path, tensor in tensors.items()}
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return other if one is None else one if other is None else one + other
 
 
 def _taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

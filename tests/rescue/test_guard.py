@@ -538,6 +538,46 @@ def test_frozen_weights_are_updated_once_when_a_pass_is_repeated(in_place: bool)
         assert all(map(torch.allclose, averages([nth]), expected))
 
 
+def test_a_loss_on_what_a_hook_has_kept_counts_once_when_the_pass_is_repeated() -> None:
+    def weights(at: list[int]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, kept = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double(), []
+        model[1].register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) as session:
+            loss = model(pairs(0)[0].double()).square().mean() + kept.pop().abs().mean()
+            with Faults(at) as faults:
+                loss.backward()
+            optimizer.step()
+        assert session.rescuer is not None
+        assert len(session.rescuer.rescues) == len(at)
+        counts.append(faults.count)
+        return list(model.parameters())
+
+    counts: list[int] = []
+    expected = weights([])
+    for nth in range(1, counts[0] + 1, 2):
+        assert all(map(torch.allclose, weights([nth]), expected))
+
+
+@pytest.mark.parametrize("flags", ["", "--offload activations"])
+def test_rows_that_are_nested(flags: str) -> None:
+    class Ragged(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.stack([row.mean(0) for row in super().forward(rows).relu().unbind()])
+
+    def weights(guarded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Ragged(16, 32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), flags, rescue=True) if guarded else nullcontext():
+            model(torch.nested.nested_tensor([torch.ones(3, 16), torch.ones(5, 16)])).square().sum().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    assert all(map(torch.allclose, weights(False), weights(True)))
+
+
 class Mapped(nn.Module):
     """Returns what it has made, and what it has made it from."""
 

@@ -121,7 +121,7 @@ class MicroRun:
         self._leaves_something = False  # beside its output
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self._leading: list[weakref.ref[torch.Tensor]] = []  # of them, what others are computed from
-        self._answered_in = -1  # the backward pass that has come here last
+        self._answered_in: set[int] = set()  # backward passes that have come here
 
     def outputs(self) -> Any:
         """Run all micro-batches and return what the model would have returned; leave elsewhere what it would have left."""
@@ -299,7 +299,7 @@ class MicroRun:
 
     def answer(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
-        self._answered_in = torch._C._current_graph_task_id()
+        self._answered_in.add(torch._C._current_graph_task_id())
         is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
         with uninterrupted():
             return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
@@ -327,7 +327,7 @@ class MicroRun:
 
     def require_answer(self, graph_task: int) -> None:
         """Refuse a backward pass that ended at an output, as what comes to it within the call is not in its gradient."""
-        if self._answered_in != graph_task:
+        if graph_task not in self._answered_in:
             self._refuse_to_tell("torch.autograd.grad")
 
     def _scale_gathered(self, loss_gradient: torch.Tensor | None) -> None:
