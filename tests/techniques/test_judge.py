@@ -115,6 +115,34 @@ def test_tensors_that_are_one_before_the_split_are_one_after_it() -> None:
     same_as_plain(_Shared, loop)
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ rows
+
+
+def test_a_function_of_weights_is_judged_in_the_precision_it_runs_in() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.weight = nn.Parameter(torch.eye(6))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return _Product.apply(self.first(rows), self.weight)
+
+    model = Own()
+    with fit(workload(model), "--accumulate 2 --precision pure-bf16"):
+        model(inputs()).square().sum().backward()
+    assert model.weight.grad is not None
+
+
 @pytest.mark.parametrize("flags", ["--bf16", "--precision pure-bf16", "--accumulate 2 --precision pure-bf16"])
 def test_tensors_that_are_one_are_one_in_half_precision(flags: str) -> None:
     model = _Shared()
