@@ -273,6 +273,7 @@ def test_a_loop_that_steps_in_its_backward_pass_keeps_no_recorder(cell: Cell) ->
     """What ends while a function runs that it is told of is put back by torch, and goes all the same."""
     cell(MAKE)
     cell("""
+del optimizer
 of_each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 def update(p):
     of_each[p].step()
