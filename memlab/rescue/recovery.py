@@ -43,6 +43,7 @@ class _Trouble:
         self.fallback: Fallback | None = None
         self.tried_again: Plan | None = None  # with what had been freed, before numbers would change
         self.is_last_try = False
+        self.refusal: RefusalError | None = None  # of a plan that was tried
         self.began = began
         self.room_made = began
 
@@ -137,6 +138,7 @@ class Recovery:
         trouble = self._trouble
         if trouble is not None and isinstance(error, RefusalError):
             trouble.refused.add(self._session().plan)
+            trouble.refusal = error
         else:
             trouble = self._begin_trouble(place, error)
         release(error)
@@ -146,6 +148,9 @@ class Recovery:
             self._is_base_in_force(trouble) and self._companions_come()
         ):
             if trouble.is_last_try:
+                if trouble.refusal is not None and self.falls_back(trouble.refusal):
+                    self._trouble = None  # the plan of an earlier rescue may be what does not apply
+                    return
                 is_as_before = is_as_before and not self.is_in_step
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
             # nothing is left but what has just been freed: the same plan once more
@@ -217,7 +222,7 @@ class Recovery:
             keep=self._keep,
             keeps_rows=keeps_rows,
             has_optimizer=bool(self._session().workload.optimizers),
-            refused=trouble.refused,
+            refused=trouble.refused | self._session().switching.refused,
             predictions=self._predictions,
             budget_bytes=self._capacity_bytes,
             half=half_of(self._session().workload.device),
@@ -269,8 +274,10 @@ class Recovery:
         )
         self.rescues.append(rescue)
         session.log.note(rescue.text, step=rescue.step)
-        for each in session.companions if session.plan != trouble.plan else ():
-            each.switching.ask(session.plan)
+        if session.plan != trouble.plan:
+            session.switching.rescued(trouble.plan)
+            for each in session.companions:
+                each.switching.ask(session.plan)
         if self._say is not None:
             self._say(str(rescue))
 
