@@ -27,6 +27,7 @@ import torch
 
 from memlab.jupyter.cells import errors_behind
 from memlab.jupyter.notebook import Notebook
+from memlab.runtime.interrupts import listen_no_more
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.units import format_bytes
 
@@ -60,13 +61,14 @@ class Freeing:
             self._outermost = info
 
     def cell_ended(self, result: Any) -> None:
-        """A cell is over; memory is freed when it was the outermost."""
+        """A cell is over; memory is freed when it was the outermost, and nobody hears of Ctrl-C any more."""
         if self._notebook.config.free:
             self._note(self._error_of(result))
         is_inner = result is not None and self._outermost is not None and self._outermost is not result.info
         if is_inner:
             return
         self._outermost = None
+        listen_no_more()
         failed, self._failed = self._failed, []
         if failed:
             self._free(failed)

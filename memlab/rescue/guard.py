@@ -15,6 +15,8 @@ Numbered rules of the mechanism:
    too; `Aliases` that are left with a gradient are delivered when the loop's backward pass is over.
 5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph.
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
+6. Outputs are siblings behind the node, though one may be computed from another (a mapped latent and its image). Who asks for
+   the gradient of the former is answered by a hook within: `GuardedCall.hook`.
 
 Known limitations: files that a forward writes, and objects it reaches in ways `reach` does not know, are written again when the
 call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters.
@@ -23,17 +25,21 @@ call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept insi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
+from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases, put_back
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
@@ -87,12 +93,18 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
+        self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
 
     @property
     def has_graph(self) -> bool:
         """Return whether the inner graph is there, and with it the activations of the model."""
         return self._graph is not None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A parameter that trains."""
+        return next(each for each in self._aliases.originals if each.requires_grad)
 
     @property
     def rows(self) -> int:
@@ -126,6 +138,30 @@ class GuardedCall:
         if node is not None:
             node.call, node.rest = None, self._rest
 
+    def leads_to_others(self, number: int) -> bool:
+        """Return whether other outputs of the call are computed from one of them."""
+        if self._graph is None:
+            return len(self._paths) > 1
+        return any(self._paths[number] in others for others in graphs.before(_edges(self._graph)).values())
+
+    def hook(self, number: int, hook: Callable[..., Any]) -> RemovableHandle:
+        """Have a function called with the whole gradient of an output, what comes through other outputs included."""
+        table = self._hooks.setdefault(self._paths[number], OrderedDict())
+        handle = RemovableHandle(table)
+        table[handle.id] = hook
+        return handle
+
+    @contextmanager
+    def _hooked(self, outputs: Mapping[Path, torch.Tensor]) -> Iterator[None]:
+        handles = [
+            real(outputs[path]).register_hook(hook) for path, table in self._hooks.items() for hook in table.values()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     # -- forward -------------------------------------------------------------------------------
 
     def first_run(self) -> tuple[torch.Tensor, ...]:
@@ -156,10 +192,12 @@ class GuardedCall:
         self._require_untouched()
         now = self._before.now()
         self._before.restore()
-        with self._autocast.entered():
-            self._run_inside()
-        self._graph, self._output = at(self._output, self._paths), None
-        now.restore()
+        try:
+            with self._autocast.entered():
+                self._run_inside()
+            self._graph, self._output = at(self._output, self._paths), None
+        finally:
+            now.restore()
 
     def _require_untouched(self) -> None:
         if self._versions != _versions([*self._leaves, *self._aliases.originals]):
@@ -175,10 +213,13 @@ class GuardedCall:
         self._guardian.backward_begins(self)
         wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
         keep = self._guardian.keeps_graph()
+        past = self._aliases.take_gradients()  # of this pass, and no attempt's: nodes within come before this one
         while True:
             shortage: BaseException | None = None
             try:
-                inputs = self._differentiate(wanted, keep=keep)
+                # who comes in past the node may do so again, should the whole pass be repeated
+                retain = keep or any(gradient is not None for gradient in past)
+                inputs = self._differentiate(wanted, keep=keep, retain=retain)
             except BaseException as error:
                 self._break_off()
                 if self._guardian.recovery.can_rescue(error):
@@ -190,21 +231,24 @@ class GuardedCall:
             if shortage is None:
                 if not keep:
                     self._guardian.is_done(self)
-                return (*inputs, *self._aliases.take_gradients())
+                return (*inputs, *map(_sum, past, self._aliases.take_gradients()))
             self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
 
-    def _differentiate(self, wanted: Mapping[Path, torch.Tensor], *, keep: bool) -> list[torch.Tensor | None]:
+    def _differentiate(
+        self, wanted: Mapping[Path, torch.Tensor], *, keep: bool, retain: bool
+    ) -> list[torch.Tensor | None]:
         if self._graph is None:
             self._run_again()
         assert self._graph is not None
+        hooked = self._hooked(self._graph) if self._hooks else nullcontext()
         edges = _edges(self._graph)  # the outputs themselves may go, as they do where the loop has let go of them
         inputs = self._inner_inputs
         if not keep:
             unused = {path: edge for path, edge in edges.items() if path not in wanted}
             self._rest = _Rest(self._paths, unused, inputs, self._aliases) if unused else None
             self._graph = None
-        with self._aliases.in_place():
-            torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
+        with self._aliases.in_place(), hooked:
+            torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=retain)
         return _taken(inputs)
 
     def _break_off(self) -> None:
@@ -238,14 +282,17 @@ class GuardedCall:
         args, kwargs = tree_unflatten(leaves, self._spec)
         now = self._before.now()
         self._before.restore()
-        with self._autocast.entered():
-            made = at(self._run(*args, **kwargs), self._paths)
-        now.restore()
+        try:
+            with self._autocast.entered():
+                made = at(self._run(*args, **kwargs), self._paths)
+        finally:
+            now.restore()
         pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
         sources = [*(leaves[i] for i in self._inputs), *self._aliases.originals]
-        return torch.autograd.grad(
-            [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
-        )
+        with self._hooked(made):
+            return torch.autograd.grad(
+                [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,12 +322,24 @@ def _edges(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:
     return {path: torch.autograd.graph.get_gradient_edge(real(tensor)) for path, tensor in tensors.items()}
 
 
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
 def _taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of some leaves, which have none any more."""
     gradients = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     return gradients
+
+
+def before_others(tensor: torch.Tensor) -> tuple[GuardedCall, int] | None:
+    """Return the call and number of an output that others of its call are computed from; None for any other tensor."""
+    node: Any = tensor.grad_fn
+    is_guarded = isinstance(node, _Guarded._backward_cls)
+    call: GuardedCall | None = node.node.call if is_guarded else None
+    return (call, tensor.output_nr) if call is not None and call.leads_to_others(tensor.output_nr) else None
 
 
 class _Node:
@@ -331,10 +390,9 @@ class Start:
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         self._random = Randomness() if self._state is None else self._state.random
         self._buffers = [
-            (module, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_inference() and not self._is_in_state(buffer)
+            (table, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
+            for table, name, buffer in (*_buffers_of(model), *_frozen_of(model, device))
+            if not buffer.is_inference() and not self._is_in_state(buffer)
         ]
 
     def _is_in_state(self, buffer: torch.Tensor) -> bool:
@@ -352,9 +410,8 @@ class Start:
 
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone, and which other tensors it writes to."""
-        for module, name, buffer, copy, version in self._buffers:
-            is_there = name in module._buffers and module._buffers[name] is buffer  # of torch.jit, no dict
-            is_same = is_there and buffer._version == version
+        for table, name, buffer, copy, version in self._buffers:
+            is_same = name in table and table[name] is buffer and buffer._version == version  # of torch.jit, no dict
             if not is_same:
                 _left_alone.pop(buffer, None)
             elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):
@@ -368,11 +425,35 @@ class Start:
             self._state.restore()
         else:
             self._random.restore()
-        for module, name, buffer, copy, _ in self._buffers:
-            module._buffers[name] = buffer
+        for table, name, buffer, copy, _ in self._buffers:
+            if name not in table or table[name] is not buffer:
+                table[name] = buffer
             if copy is not None:
                 # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
                 put_back(buffer, copy)
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Buffers, each with the table that holds it and its name there."""
+    for module in model.modules():
+        yield from ((module._buffers, name, each) for name, each in module._buffers.items() if each is not None)
+
+
+def _frozen_of(model: nn.Module, device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
+    """The same of parameters that do not train, of which a forward pass may keep averages (MoCo).
+
+    None where they are most of the model: base weights beside adapters, which nothing writes to.
+    """
+    found: dict[int, tuple[Any, str, torch.Tensor]] = {}
+    trained_bytes = frozen_bytes = 0
+    for module in model.modules():
+        for name, each in module._parameters.items():
+            if each is not None and each.requires_grad:
+                trained_bytes += each.nbytes
+            elif each is not None and type(each) is nn.Parameter and each.device == device and id(each) not in found:
+                found[id(each)] = module._parameters, name, each
+                frozen_bytes += each.nbytes
+    return list(found.values()) if frozen_bytes <= 2 * trained_bytes else []
 
 
 def _versions(values: Iterable[Any]) -> list[int]:

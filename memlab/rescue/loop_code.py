@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from memlab.rescue.guard import GuardedCall, before_others
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
 from memlab.runtime.rng import RandomState
@@ -117,6 +118,8 @@ class LoopCode(UncompiledMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in _ASKING and (found := before_others(args[0])) is not None:
+            return _asked(args[0], *found, name, *args[1:], **kwargs)
         if name in _ATTRIBUTES:
             return func(*args, **kwargs)
         if func in _DIFFERENTIATING:
@@ -169,6 +172,9 @@ class LoopCode(UncompiledMode):
     # -- the loop's backward pass --------------------------------------------------------------
 
     def _differentiate(self, wanted: _Differentiation) -> Any:
+        asked = wanted.before_others()
+        if asked:
+            return wanted.run_through(asked)
         own = self._own_part(wanted) if wanted.can_repeat else None
         try:
             if own is None:
@@ -297,8 +303,35 @@ class _Differentiation:
         has_inputs = self.accumulates and self.bound.arguments["inputs"] is not None
         return not (has_inputs or self.bound.arguments["create_graph"])
 
-    def run(self, *, keep: bool) -> Any:
-        arguments = {**self.bound.arguments, "retain_graph": keep}
+    def before_others(self) -> dict[int, tuple[GuardedCall, int]]:
+        """Places among inputs of outputs that others of their call are computed from."""
+        inputs = self.bound.arguments["inputs"]
+        if self.accumulates or isinstance(inputs, torch.Tensor):
+            inputs = () if self.accumulates else (inputs,)
+        found = {i: before_others(each) for i, each in enumerate(inputs) if isinstance(each, torch.Tensor)}
+        return {i: each for i, each in found.items() if each is not None}
+
+    def run_through(self, asked: Mapping[int, tuple[GuardedCall, int]]) -> Any:
+        """Run `torch.autograd.grad` with calls whose outputs are among the inputs; their whole gradients are known within."""
+        inputs = self.bound.arguments["inputs"]
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
+        whole: dict[int, torch.Tensor] = {}
+        handles = [call.hook(number, functools.partial(whole.__setitem__, i)) for i, (call, number) in asked.items()]
+        # torch runs a call only where gradients of what is before it are asked for as well
+        weights = [call.weight for call, _ in asked.values()]
+        try:
+            # what is before the outputs keeps its graph, as torch would not come to it
+            found = self.run(keep=True, inputs=[*inputs, *weights], allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        gradients = [whole.get(i, gradient) for i, gradient in enumerate(found[: len(inputs)])]
+        if not self.bound.arguments["allow_unused"] and any(gradient is None for gradient in gradients):
+            return self.run(keep=True)  # torch's own error
+        return tuple(gradients)
+
+    def run(self, *, keep: bool, **others: Any) -> Any:
+        arguments = {**self.bound.arguments, "retain_graph": keep, **others}
         changed = inspect.BoundArguments(self.bound.signature, arguments)
         return self.func(*changed.args, **changed.kwargs)
 
@@ -340,6 +373,27 @@ def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
         for leaf, gradient in before:
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
+
+
+_ASKING = frozenset({"register_hook", "retain_grad"})  # for gradients of a tensor
+
+
+def _asked(tensor: torch.Tensor, call: GuardedCall, number: int, name: str, *hook: Callable[..., Any]) -> Any:
+    """Hook an output that others of its call are computed from, within the call."""
+    if name == "register_hook":
+        return call.hook(number, *hook)
+    if not tensor.retains_grad:
+        tensor.retain_grad()
+        seen = weakref.ref(tensor)
+        kept: list[torch.Tensor] = []
+
+        def keep(gradient: torch.Tensor) -> None:
+            kept[:] = [gradient.clone() if not kept else kept[0] + gradient]
+            if (there := seen()) is not None:
+                there.grad = kept[0]  # in place of what torch has kept, which came past the call
+
+        call.hook(number, keep)
+    return None
 
 
 # what is asked of tensors and gradients without computing anything

@@ -43,6 +43,7 @@ class _Trouble:
         self.fallback: Fallback | None = None
         self.tried_again: Plan | None = None  # with what had been freed, before numbers would change
         self.is_last_try = False
+        self.refusal: RefusalError | None = None  # of a plan that was tried
         self.began = began
         self.room_made = began
 
@@ -59,6 +60,7 @@ class Recovery:
         self,
         session: Callable[[], Session],
         follow: Callable[[], None],  # called when a plan has changed, and parameters may have left the device
+        drop_graphs: Callable[[], bool],  # drops graphs that can be made again, of all models; whether there were any
         keep: Collection[str],  # names of plan fields that must not change
         # of plans for this workload and device; order the fallbacks where they are known
         predictions: Mapping[Plan, Prediction] | None,
@@ -67,6 +69,7 @@ class Recovery:
     ) -> None:
         self._session = session
         self._follow = follow
+        self._drop_graphs = drop_graphs
         self._keep = frozenset(keep)
         self._predictions = dict(predictions or {})
         self._capacity_bytes = capacity_bytes
@@ -135,6 +138,7 @@ class Recovery:
         trouble = self._trouble
         if trouble is not None and isinstance(error, RefusalError):
             trouble.refused.add(self._session().plan)
+            trouble.refusal = error
         else:
             trouble = self._begin_trouble(place, error)
         release(error)
@@ -144,10 +148,14 @@ class Recovery:
             self._is_base_in_force(trouble) and self._companions_come()
         ):
             if trouble.is_last_try:
+                if trouble.refusal is not None and self.falls_back(trouble.refusal):
+                    self._trouble = None  # the plan of an earlier rescue may be what does not apply
+                    return
                 is_as_before = is_as_before and not self.is_in_step
                 self._give_up(trouble, keeps_rows=keeps_rows, is_as_before=is_as_before)
             # nothing is left but what has just been freed: the same plan once more
             trouble.is_last_try = True
+            self._drop_graphs()
         trouble.room_made = perf_counter()
 
     def free(self, place: Place, error: BaseException) -> None:
@@ -170,7 +178,8 @@ class Recovery:
         """Change to the first fallback that applies, or try once more before numbers would change; whether there is one."""
         while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
             if fallback.lossy and trouble.tried_again != trouble.base:
-                trouble.tried_again = trouble.base  # what has just been freed may be enough
+                trouble.tried_again = trouble.base  # what has just been freed may be enough, or what others hold
+                self._drop_graphs()
                 if self._is_base_in_force(trouble):
                     return True
             trouble.fallback = fallback
@@ -213,7 +222,7 @@ class Recovery:
             keep=self._keep,
             keeps_rows=keeps_rows,
             has_optimizer=bool(self._session().workload.optimizers),
-            refused=trouble.refused,
+            refused=trouble.refused | self._session().switching.refused,
             predictions=self._predictions,
             budget_bytes=self._capacity_bytes,
             half=half_of(self._session().workload.device),
@@ -265,8 +274,10 @@ class Recovery:
         )
         self.rescues.append(rescue)
         session.log.note(rescue.text, step=rescue.step)
-        for each in session.companions if session.plan != trouble.plan else ():
-            each.switching.ask(session.plan)
+        if session.plan != trouble.plan:
+            session.switching.rescued(trouble.plan)
+            for each in session.companions:
+                each.switching.ask(session.plan)
         if self._say is not None:
             self._say(str(rescue))
 

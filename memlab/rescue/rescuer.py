@@ -81,7 +81,13 @@ class Rescuer:
         self._calls: WhileAlive[None] = WhileAlive()
         self._done: list[GuardedCall] = []  # in the backward pass under way
         self.recovery = Recovery(
-            lambda: self._live_session, self._follow_parameters, keep, predictions, capacity_bytes, say
+            lambda: self._live_session,
+            self._follow_parameters,
+            self.drop_graphs,
+            keep,
+            predictions,
+            capacity_bytes,
+            say,
         )
 
     @property
@@ -252,7 +258,7 @@ class Rescuer:
 
     def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
         """Drop graphs that can be made again, then let optimizer state leave the device."""
-        if attempt == 1 and self._drop_graphs():
+        if attempt == 1 and self.drop_graphs():
             self.recovery.free(Place.LOOP, error)
         else:
             self.recovery.make_room(error, Place.LOOP)
@@ -278,7 +284,7 @@ class Rescuer:
         if self._aliases is not None:
             self._aliases.follow()
 
-    def _drop_graphs(self) -> bool:
+    def drop_graphs(self) -> bool:
         """Drop graphs of calls that wait for their backward pass; whether there were any."""
         others = (each.rescuer for each in self._live_session.companions)
         rescuers = [self, *(each for each in others if each is not None)]

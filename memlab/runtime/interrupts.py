@@ -265,6 +265,15 @@ def listen(heard: Callable[[Callable[[], None]], None]) -> Listener | None:
     return listener
 
 
+def listen_no_more() -> None:
+    """Take out all listeners: the loops are over for now, and the handler of Ctrl-C is the user's own again."""
+    layer: Any = _handler()
+    while isinstance(layer, _Layer):
+        if isinstance(layer, Listener):
+            layer.remove()
+        layer = layer.previous
+
+
 def _nobody() -> None:
     pass
 

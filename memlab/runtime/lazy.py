@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memlab.errors import SessionError
+from memlab.runtime.lifetimes import without_graph
 
 # what can be asked without knowing the value
 _METADATA = frozenset(
@@ -69,7 +70,7 @@ class LazyTensor(torch.Tensor):
             if self._compute is None:
                 raise SessionError(self._expired)
             # the graph is the value's own: `torch.utils.checkpoint` counts what a function of the loop's saves
-            hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+            hooks = torch.autograd.graph.saved_tensors_hooks(without_graph, without_graph)
             with torch.set_grad_enabled(self._grad_enabled), hooks:
                 self._value = self._compute() if self._origin is None else self._compute(self._origin.value())
             self._compute = None
@@ -123,10 +124,6 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.value().detach().clone()
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 Gradients = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]

@@ -8,6 +8,7 @@ Between two cells of a notebook there is no loop, and none of these modes (`paus
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -35,13 +36,16 @@ class LoopMode(TorchFunctionMode):
     """
 
     _has_begun = False
+    _is_over = False  # it ended while a function was under way that it is told of, after which torch puts it back
+    _thread = 0
     _is_on_top = (
         False  # whether it hears of a function before other modes of this kind, which may call others in its place
     )
 
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""
-        self._has_begun = True
+        self._has_begun, self._is_over = True, False
+        self._thread = threading.get_ident()
         _paused.discard(self)
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if self not in stack:
@@ -58,7 +62,8 @@ class LoopMode(TorchFunctionMode):
         if self in stack:
             _restack([mode for mode in stack if mode is not self])
         elif self not in _paused:
-            return  # it is another thread's
+            self._is_over = self._thread == threading.get_ident()  # else it is another thread's
+            return
         _paused.discard(self)
         self._has_begun = False
 
@@ -115,7 +120,7 @@ def pause() -> None:
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mine = [mode for mode in stack if isinstance(mode, LoopMode)]
     if mine:
-        _paused.update(mine)
+        _paused.update(mode for mode in mine if not mode._is_over)
         _restack([mode for mode in stack if mode not in mine])
 
 
@@ -136,6 +141,8 @@ def _restack(modes: list[TorchFunctionMode]) -> None:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in modes:
+            if isinstance(mode, LoopMode) and mode._is_over:
+                continue
             _push_mode(mode)  # type: ignore[no-untyped-call]
 
 

@@ -240,7 +240,7 @@ class State(Walk):
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         if id(tensor) in self._tensors or isinstance(tensor, nn.Parameter) or own_class(tensor) not in _COPIED:
             return
-        if tensor.layout is not torch.strided or tensor.is_inference():
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
             return
         is_small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= SMALL_BYTES
         self._tensors[id(tensor)] = KeptTensor(tensor, copied=is_small or tensor in self._written)

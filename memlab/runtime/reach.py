@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from abc import ABC, abstractmethod
@@ -220,7 +221,7 @@ class Walk(ABC):
                 self.met(containers.Cell(cell, _always(f"{cell_name} of {name}")))
                 self.look_at(containers.content_of(cell), f"{cell_name} of {name}", depth + 1)
         world = function.__globals__
-        named = {key: world[key] for key in function.__code__.co_names if key in world}
+        named = {key: world[key] for key in _globals_of(function.__code__) if key in world}
         state = [key for key, value in named.items() if _is_state(value)]
         if state:
             self.met(containers.Names(world, state))
@@ -253,6 +254,14 @@ def _always(name: str) -> Callable[[Any], str]:
 def keeps_state_in_modules(home: str) -> bool:
     """Return whether code of a module of Python's is a well-known library's, which keeps what it counts in models."""
     return _is_of(home, LIBRARIES) and not _is_of(home, _MACHINERY)
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code, and code within it, reads or writes as globals; `co_names` has those of attributes as well."""
+    own = [step.argval for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "LOAD_NAME"))]
+    within = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _globals_of(each)]
+    return tuple(dict.fromkeys([*own, *within]))
 
 
 def _is_state(value: Any) -> bool:

@@ -150,7 +150,8 @@ class Surroundings(Walk):
             each.restore()
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        if self._is_new(tensor) and not tensor.is_inference() and not isinstance(tensor, FakeTensor):
+        is_plain = not (tensor.is_inference() or tensor.is_nested or isinstance(tensor, FakeTensor))
+        if self._is_new(tensor) and is_plain:
             compares = self._complete or name in self._changing
             # frozen parameters are many, and seldom written to: of those a copy is kept that have been
             keep = compares or (_bytes_of(tensor) <= SMALL_BYTES and not isinstance(tensor, nn.Parameter))

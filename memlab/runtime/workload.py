@@ -60,7 +60,7 @@ class Batch:
         """Rows: the first dimension of the first tensor that has one; 0 without any."""
         for tensor in self.tensors:  # this and `tokens` without generators: they are asked in every step
             if tensor.dim():
-                return tensor.shape[0]
+                return tensor.size(0)  # nested tensors have no shape
         return 0
 
     @property

@@ -58,6 +58,7 @@ class Switching:
         self.is_on_trial = False  # whether a plan that turns out not to apply is taken back
         # plans to go back to, the newest last, and whether each was on trial itself
         self._before: list[tuple[Plan, bool]] = []
+        self.refused: set[Plan] = set()  # plans that turned out not to apply since one was asked for last
         self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
         self._model: nn.Module | None = None  # kept while techniques are on it, whose undo needs it
         host = Host(
@@ -116,10 +117,16 @@ class Switching:
                 return
             self._withdrawn = None
             if noted:
+                self.refused.clear()
                 self._remember(before, self.is_on_trial, chained=on_trial)
                 self.is_on_trial = on_trial and bool(self.in_force.techniques)
                 self._log.note(f"{before.label} → {plan.label}")
             self._observers.tell("plan_changed", plan)
+
+    def rescued(self, before: Plan) -> None:
+        """A rescue has come to the plan in force: it is on trial, as the next call may refuse it."""
+        self._remember(before, self.is_on_trial, chained=True)
+        self.is_on_trial = True
 
     def _remember(self, before: Plan, was_on_trial: bool, *, chained: bool) -> None:
         """Note a plan to go back to; of a chain of plans on trial none may apply, and the way leads back through all."""
@@ -171,6 +178,7 @@ class Switching:
         if not self._before or not self._is_trial_over(error):
             return False
         refused = self.in_force.plan
+        self.refused.add(refused)
         before, was_on_trial = self._before.pop()
         # a plan with the same setting would be refused as well, or do nothing
         while self._before and isinstance(error, RefusalError) and _has_same(error.technique, refused, before):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -413,6 +414,15 @@ def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell, before: str) 
         "forward directly, or it within compiled code or a transform of torch.func); call the model itself; nothing was "
         "measured\n"
     )
+
+
+def test_the_handler_of_ctrl_c_is_the_users_own_between_cells(made: Cell) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    for _ in range(2):
+        assert made(f"%%memfit --release-grads\n{TRAIN}").error is None
+        assert signal.getsignal(signal.SIGINT) is before
+    assert made(TRAIN).error is None
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_interrupt_between_two_lines_is_shown_where_it_came(shell: Any, made: Cell) -> None:

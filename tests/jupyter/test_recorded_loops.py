@@ -7,7 +7,9 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
+from memlab.runtime import loop_mode
 from memlab.session import session_of
 from tests.jupyter.conftest import MAKE, Cell
 
@@ -265,3 +267,21 @@ for step in range(3):
 """)
     assert "memlab" not in ran.out + ran.err
     assert "Expected input batch_size (12) to match target batch_size (5)" in ran.out + ran.err
+
+
+def test_a_loop_that_steps_in_its_backward_pass_keeps_no_recorder(cell: Cell) -> None:
+    """What ends while a function runs that it is told of is put back by torch, and goes all the same."""
+    cell(MAKE)
+    cell("""
+del optimizer
+of_each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+def update(p):
+    of_each[p].step()
+    of_each[p].zero_grad()
+for p in of_each:
+    p.register_post_accumulate_grad_hook(update)
+""")
+    loop = "for _ in range(6):\n    torch.nn.functional.cross_entropy(model(inputs), target).backward()"
+    assert cell(f"%%memfit --capacity 8GiB\n{loop}").error is None
+    assert not loop_mode._paused
+    assert not torch.overrides._get_current_function_mode_stack()

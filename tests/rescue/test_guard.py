@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import warnings
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit
 from memlab.measuring.ledger import Ledger
+from memlab.runtime.model_state import State
 from memlab.session import Session
 from tests.loops import cases
 from tests.loops.cases import Tower, causal_batch, gpt2, llama
@@ -494,6 +496,152 @@ def test_buffers_are_updated_once_when_a_pass_is_repeated() -> None:
         assert len(found.session.rescuer.rescues) == 1
         # accumulation is refused for BatchNorm, so what is left repeats the very same pass
         assert_same(found, expected)
+
+
+class Momentum(nn.Module):
+    """Keeps an average of its weights in frozen layers of torch's, which its forward pass brings up to date."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 4)
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+        self.in_place = in_place
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for mean, weight in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            if self.in_place:
+                mean.data.lerp_(weight.data, 0.5)
+            else:
+                mean.data = mean.data * 0.5 + weight.data * 0.5
+        return self.net(inputs) - self.average(inputs.flip(0)).detach()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_frozen_weights_are_updated_once_when_a_pass_is_repeated(in_place: bool) -> None:
+    def averages(at: list[int]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Momentum(in_place=in_place)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) as session, Faults(at) as faults:
+            for step in range(2):
+                model(pairs(step)[0]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        counts.append(faults.count)
+        assert session.rescuer is not None
+        assert len(session.rescuer.rescues) == len(at)
+        return [mean.detach() for mean in model.average.parameters()]
+
+    counts: list[int] = []
+    expected = averages([])
+    for nth in range(12, counts[0] // 2, 3):  # before it is what is kept of the weights
+        assert all(map(torch.allclose, averages([nth]), expected))
+
+
+def test_a_loss_on_what_a_hook_has_kept_counts_once_when_the_pass_is_repeated() -> None:
+    def weights(at: list[int]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, kept = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double(), []
+        model[1].register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) as session:
+            loss = model(pairs(0)[0].double()).square().mean() + kept.pop().abs().mean()
+            with Faults(at) as faults:
+                loss.backward()
+            optimizer.step()
+        assert session.rescuer is not None
+        assert len(session.rescuer.rescues) == len(at)
+        counts.append(faults.count)
+        return list(model.parameters())
+
+    counts: list[int] = []
+    expected = weights([])
+    for nth in range(1, counts[0] + 1, 2):
+        assert all(map(torch.allclose, weights([nth]), expected))
+
+
+@pytest.mark.parametrize("flags", ["", "--offload activations"])
+def test_rows_that_are_nested(flags: str) -> None:
+    class Ragged(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.stack([row.mean(0) for row in super().forward(rows).relu().unbind()])
+
+    def weights(guarded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Ragged(16, 32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), flags, rescue=True) if guarded else nullcontext():
+            model(torch.nested.nested_tensor([torch.ones(3, 16), torch.ones(5, 16)])).square().sum().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    assert all(map(torch.allclose, weights(False), weights(True)))
+
+
+class Mapped(nn.Module):
+    """Returns what it has made, and what it has made it from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapping, self.synthesis = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latent = self.mapping(inputs).tanh()
+        return self.synthesis(latent).tanh(), latent
+
+
+@pytest.mark.parametrize("how", ["path length", "split", "retained", "hooked", "unused"])
+def test_an_output_that_another_is_computed_from_has_its_whole_gradient(how: str) -> None:
+    def loop(guarded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found = Mapped().double(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) if guarded else nullcontext():
+            for step in range(2):
+                image, latent = model(pairs(step)[0].double())
+                loss = image.square().sum() + latent.exp().sum()
+                if how == "path length":
+                    (gradient,) = torch.autograd.grad(image.square().sum(), latent, create_graph=True)
+                    loss = loss + gradient.square().sum()
+                elif how == "split":
+                    (gradient,) = torch.autograd.grad(loss, [latent])
+                    loss = (latent * gradient).sum()
+                elif how == "retained":
+                    latent.retain_grad()
+                elif how == "hooked":
+                    latent.register_hook(found.append)
+                    latent.register_hook(lambda gradient: 2 * gradient).remove()
+                else:
+                    with pytest.raises(RuntimeError, match="not have been used"):
+                        torch.autograd.grad(latent.sum(), image, retain_graph=True)
+                loss.backward()
+                found += [latent.grad] if how == "retained" else []
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*found, *model.parameters()]
+
+    expected, found = loop(False), loop(True)
+    assert len(expected) == len(found)
+    assert all(map(torch.allclose, expected, found))
+
+
+first = None  # the name of an attribute of `Packing`'s as well
+
+
+def test_what_the_loop_has_done_since_is_kept_when_a_repetition_fails() -> None:
+    global first
+    model = Packing(lambda logits, hidden: logits + hidden.sum())
+    model.note = None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = State.of_model(model, torch.device("cpu"))
+    with fit(Workload(model, optimizer), rescue=True):
+        loss = model(torch.randn(4, 16)).square().mean()
+        model.note = first = torch.ones(1)
+        with Faults(lasting_from=3), pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+    assert model.note is first
+    before.restore()  # a global that only has the name of an attribute is none of the model's
+    assert first is not None
 
 
 @pytest.mark.parametrize("where", ["model", "criterion", "hook"])

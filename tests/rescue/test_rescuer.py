@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
@@ -16,6 +18,7 @@ from memlab.plan import Plan
 from memlab.rescue import recovery
 from memlab.rescue.fallback import Place
 from memlab.rescue.rescuer import Rescuer
+from memlab.session import Session
 from tests.rescue.faults import Faults
 from tests.techniques.models import gpt2, ragged_batch
 
@@ -105,14 +108,21 @@ class _Refusing:
     def __init__(self, *, has_lossy: bool) -> None:
         self.plan, self.steps, self.companions, self.tried = Plan(), 0, [], []
         self.log = self.workload = self.switching = self
+        self.refused: set[Plan] = set()
         self.device, self.optimizers = torch.device("cpu"), [None]
         self.fallbacks = [(Plan(accumulation=2), False), *([(Plan.parse("--bf16"), True)] if has_lossy else [])]
 
     def change(self, plan: Plan, *, noted: bool) -> None:
         self.plan = plan
 
+    def drop_graphs(self) -> bool:
+        self.tried.append("graphs dropped")
+        return True
+
     def note(self, *_text: Any, **_more: Any) -> None:
         pass
+
+    rescued = note
 
     def next_plans(self, _base: Plan, _place: Any, *, refused: set[Plan], **_more: Any) -> Iterator[Any]:
         return (SimpleNamespace(plan=plan, lossy=lossy) for plan, lossy in self.fallbacks if plan not in refused)
@@ -128,8 +138,8 @@ class _Refusing:
 @pytest.mark.parametrize(
     ("has_lossy", "tried"),
     [
-        (True, ["as written", "--accumulate 2", "as written", "--bf16"]),
-        (False, ["as written", "--accumulate 2", "as written"]),
+        (True, ["as written", "--accumulate 2", "graphs dropped", "as written", "--bf16"]),
+        (False, ["as written", "--accumulate 2", "graphs dropped", "as written"]),
     ],
 )
 def test_what_is_tried_once_more_is_the_plan_before_and_not_one_that_was_refused(
@@ -137,6 +147,42 @@ def test_what_is_tried_once_more_is_the_plan_before_and_not_one_that_was_refused
 ) -> None:
     session: Any = _Refusing(has_lossy=has_lossy)
     monkeypatch.setattr(recovery, "next_plans", session.next_plans)
-    recovering = recovery.Recovery(lambda: session, lambda: None, (), None, None, None)
+    recovering = recovery.Recovery(lambda: session, lambda: None, session.drop_graphs, (), None, None, None)
     recovering.until_it_fits(session.work, lambda error: recovering.make_room(error, Place.FORWARD))
     assert session.tried == tried
+
+
+@pytest.mark.parametrize("at", [[31], [31, 66]], ids=["once", "and while it is looked at"])
+def test_a_plan_that_a_rescue_has_come_to_and_the_next_call_refuses_ends_no_loop(at: list[int]) -> None:
+    class Yielding(nn.Module):
+        """Computes when the loop uses it, in the loop's own code."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+            for block in self.blocks:
+                rows = block(rows).tanh()
+                yield rows
+
+    def weights(faults: Faults) -> tuple[list[torch.Tensor], Session]:
+        torch.manual_seed(0)
+        model = Yielding()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) as session, faults:
+            for _ in range(3):
+                torch.stack([rows.square().mean() for rows in model(torch.ones(4, 6))]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            plan = session.plan
+        assert plan == Plan()
+        return list(model.parameters()), session
+
+    expected, _ = weights(Faults())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found, session = weights(faults := Faults(at))
+    assert len(faults.failed) == len(at)
+    assert all(map(torch.allclose, found, expected))
+    assert any("as written is back" in line for line in map(str, session.log))

@@ -767,5 +767,7 @@ class _OfSparseRows(nn.Module):
 def test_a_sparse_batch_is_refused() -> None:
     model = _OfSparseRows()
     with fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 2"):
-        with pytest.raises(RefusalError, match="the batch of _OfSparseRows is a sparse tensor, which is not split"):
+        with pytest.raises(
+            RefusalError, match="the batch of _OfSparseRows is a sparse or nested tensor, which is not split"
+        ):
             model(torch.eye(6).to_sparse())

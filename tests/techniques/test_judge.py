@@ -115,6 +115,34 @@ def test_tensors_that_are_one_before_the_split_are_one_after_it() -> None:
     same_as_plain(_Shared, loop)
 
 
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ rows
+
+
+def test_a_function_of_weights_is_judged_in_the_precision_it_runs_in() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.weight = nn.Parameter(torch.eye(6))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return _Product.apply(self.first(rows), self.weight)
+
+    model = Own()
+    with fit(workload(model), "--accumulate 2 --precision pure-bf16"):
+        model(inputs()).square().sum().backward()
+    assert model.weight.grad is not None
+
+
 @pytest.mark.parametrize("flags", ["--bf16", "--precision pure-bf16", "--accumulate 2 --precision pure-bf16"])
 def test_tensors_that_are_one_are_one_in_half_precision(flags: str) -> None:
     model = _Shared()
@@ -632,7 +660,8 @@ class TestRefusals:
         assert "the loss of Balanced is not a mean or sum over rows or targets" in line
 
 
-def test_the_gradient_of_an_output_that_others_follow_from() -> None:
+@pytest.mark.parametrize("by", ["retain_grad", "register_hook", "torch.autograd.grad"])
+def test_the_gradient_of_an_output_that_others_follow_from(by: str) -> None:
     class Two(nn.Linear):
         def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             hidden = super().forward(rows)
@@ -641,9 +670,15 @@ def test_the_gradient_of_an_output_that_others_follow_from() -> None:
     model = Two(6, 2)
     with fit(workload(model), "--accumulate 2"):
         hidden, output = model(inputs())
-        hidden.retain_grad()
-        with pytest.raises(RefusalError, match=r"asks for the gradient of an output of Two \(retain_grad\)"):
-            output.sum().backward()
+        if by == "retain_grad":
+            hidden.retain_grad()
+        elif by == "register_hook":
+            hidden.register_hook(lambda gradient: None)
+        with pytest.raises(RefusalError, match=rf"asks for the gradient of an output of Two \({by}\)"):
+            if by == "torch.autograd.grad":
+                torch.autograd.grad(output.sum() + hidden.sum(), hidden)
+            else:
+                output.sum().backward()
 
 
 def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

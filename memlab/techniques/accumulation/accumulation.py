@@ -42,7 +42,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
@@ -61,7 +60,6 @@ from memlab.techniques.accumulation.split import Call, Division, Layout, row_ran
 from memlab.techniques.accumulation.verdict import SplitVerdict
 from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.checkpointing.compiled import uncompiled
-from memlab.techniques.precision.pure_bf16 import as_bf16
 
 _FULL = (Precision.KEEP, Precision.FP32)
 
@@ -132,10 +130,10 @@ class Accumulation(Technique):
         undo.callback(self._forget)
 
     def _in_bf16(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward with inputs in the precision of its parameters, as the technique below gives them."""
+        """The model's forward in the precision of its parameters, as the technique below runs it."""
         assert self._model is not None
-        args, kwargs = tree_map(as_bf16, (args, kwargs))
-        return self._model.forward(*args, **kwargs)
+        below = next(each for each in self.host.techniques() if each.field == "precision")
+        return below.evaluate(self._model.forward, args, kwargs)
 
     def _forget(self) -> None:
         self._model = self._probe = self._judge = None

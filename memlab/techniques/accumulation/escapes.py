@@ -44,9 +44,10 @@ def _keeper(tensor: torch.Tensor, candidates: list[torch.Tensor]) -> str:
         if holder is candidates:
             continue
         if isinstance(holder, dict):
-            return (
-                f"as {next((str(key) for key, value in holder.items() if value is tensor), '?')!r} of a dict or object"
-            )
+            # no comprehension: its cell would be one more holder
+            for key, value in [*holder.items()]:
+                if value is tensor:
+                    return f"as {str(key)!r} of a dict or object"
         if isinstance(holder, (list, tuple, set, deque)):
             return f"in a {type(holder).__name__}"
         if not inspect.isframe(holder):

@@ -85,7 +85,9 @@ class Probe:
         candidates = layouts_of(call)
         if not candidates and any(map(is_sparse, call.leaves)):
             raise RefusalError(
-                _FIELD, f"the batch of {self._name} is a sparse tensor, which is not split", "hand over a dense one"
+                _FIELD,
+                f"the batch of {self._name} is a sparse or nested tensor, which is not split",
+                "hand over a dense one",
             )
         if not candidates:
             raise RefusalError(

@@ -139,8 +139,10 @@ def _rows(leaf: Any, dim: int) -> int:
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Return whether this is a tensor without storage of its own, of which there are no views."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout not in (torch.strided, torch.jagged)
+    """Return whether this is a tensor of which there are no views: one without storage of its own, or rows nested in a strided one."""
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    return leaf.layout is not (torch.jagged if leaf.is_nested else torch.strided)
 
 
 def layouts_of(call: Call) -> list[Layout]:

@@ -246,7 +246,7 @@ class GradientRelease(Technique):
     def _watch_loop(self) -> None:
         """See what the loop does with gradients, and hear when it is left."""
         self._watch.begin()
-        if self._listener is None:
+        if self._listener is None or self._listener.is_spent(None):
             self._listener = listen(self._interrupted)
 
     def _watch_no_more(self) -> None:
