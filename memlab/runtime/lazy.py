@@ -69,7 +69,7 @@ class LazyTensor(torch.Tensor):
             if self._compute is None:
                 raise SessionError(self._expired)
             # the graph is the value's own: `torch.utils.checkpoint` counts what a function of the loop's saves
-            hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+            hooks = torch.autograd.graph.saved_tensors_hooks(as_saved, as_saved)
             with torch.set_grad_enabled(self._grad_enabled), hooks:
                 self._value = self._compute() if self._origin is None else self._compute(self._origin.value())
             self._compute = None
@@ -125,8 +125,12 @@ class LazyTensor(torch.Tensor):
         return self.value().detach().clone()
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a hook keeps of a saved tensor that it leaves in place.
+
+    An output that a hook keeps as it is would hold its own node, and no graph that is dropped without a backward pass would go.
+    """
+    return tensor if isinstance(tensor, LazyTensor) or tensor.is_leaf else tensor.detach()
 
 
 Gradients = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
