@@ -1143,6 +1143,23 @@ def test_tracing_is_refused(trace: Any) -> None:
     trace(model, (inputs,))
 
 
+def test_weights_in_shared_memory_are_refused() -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        with pytest.raises(
+            RefusalError, match=r"^precision: the loop converts Sequential to shared memory, and --precision pure"
+        ):
+            model.share_memory()
+        steps_of(model, optimizer, batch, 1)
+    model.share_memory()
+    with pytest.raises(RefusalError) as error:
+        fit(Workload(model, optimizer), "--precision pure-bf16")
+    assert str(error.value) == (
+        "precision: Sequential shares its weights with other processes (share_memory), which would not see those in bf16; use --bf16"
+    )
+
+
 def test_functional_calls_with_weights_of_the_loop_run_in_bf16() -> None:
     model, (inputs, _) = Regressor().layers, regression_batch(8)
     expected = model(inputs)

@@ -534,6 +534,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
         and p.layout is torch.strided
         and p.numel() >= SMALL_ELEMENTS
         and p.device == everything[0].device
+        and not (p.device.type == "cpu" and p.is_shared())  # with other processes, which would not see it any more
         and _fills_its_storage(p)
         and storages.count(p.untyped_storage()._cdata) == 1
     ]

@@ -107,14 +107,14 @@ class OwnForm:
         self, there: weakref.ref[nn.Module], change: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
     ) -> Any:
         module: Any = there()
-        dtype = change(
-            torch.empty(0, dtype=torch.float32, device="cpu")
-        ).dtype  # asked before any tensor of the model is changed
-        if dtype is not torch.float32:
+        # asked before any tensor of the model is changed
+        changed = change(torch.empty(0, dtype=torch.float32, device="cpu"))
+        is_shared = changed.device.type == "cpu" and changed.is_shared()
+        if changed.dtype is not torch.float32 or is_shared:
+            form = "shared memory" if is_shared else str(changed.dtype).removeprefix("torch.")
             refusal = RefusalError(
                 "precision",
-                f"the loop converts {type(module).__name__} to {str(dtype).removeprefix('torch.')}, and --precision "
-                "pure-bf16 keeps its weights",
+                f"the loop converts {type(module).__name__} to {form}, and --precision pure-bf16 keeps its weights",
                 "leave the precision as it is, or undo it before (%memfit undo)",
             )
             refusal.in_loop = True

@@ -118,6 +118,12 @@ class PrecisionChoice(Technique):
                 f"{workload.name} has {found} ones",
                 "call model.float() and make the optimizer anew, or leave the precision as it is",
             )
+        if precision is Precision.PURE_BF16 and any(p.is_shared() for p in workload.model.parameters() if p.is_cpu):
+            raise RefusalError(
+                self.field,
+                f"{workload.name} shares its weights with other processes (share_memory), which would not see those in bf16",
+                "use --bf16",
+            )
         if precision is Precision.FP16:
             refuse_backward_hooks(workload.name, workload.model)
         recurrent = any(isinstance(module, nn.RNNBase) for module in workload.model.modules())
