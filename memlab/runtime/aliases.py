@@ -147,6 +147,11 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
 
 
+def is_in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Return whether other processes may read and write a tensor of the host's, and would not see another one in its place."""
+    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
 def is_saved(parameter: torch.Tensor) -> bool:
     """Return whether autograd has saved a parameter itself, and is to read its values in a backward pass.
 

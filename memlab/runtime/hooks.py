@@ -31,6 +31,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import Caller
 
 ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
@@ -427,7 +428,7 @@ def install_step_hooks(
 ) -> None:
     """Take over ``optimizer.step()``."""
     undo.callback(optimizer.register_step_pre_hook(before).remove)
-    undo.callback(optimizer.register_step_post_hook(lambda opt, _args, _kwargs: after(opt)).remove)
+    undo.callback(optimizer.register_step_post_hook(never_compile(lambda opt, _args, _kwargs: after(opt))).remove)
 
 
 def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
@@ -441,6 +442,7 @@ def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStac
 
     method = weakref.WeakMethod(found)
 
+    @never_compile
     def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         alive = method()
         if alive is not None:

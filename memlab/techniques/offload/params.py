@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime import optimizer_step
-from memlab.runtime.aliases import is_saved
+from memlab.runtime.aliases import is_in_shared_memory, is_saved
 from memlab.runtime.backward import is_added
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
@@ -534,7 +534,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
         and p.layout is torch.strided
         and p.numel() >= SMALL_ELEMENTS
         and p.device == everything[0].device
-        and not (p.device.type == "cpu" and p.is_shared())  # with other processes, which would not see it any more
+        and not is_in_shared_memory(p)
         and _fills_its_storage(p)
         and storages.count(p.untyped_storage()._cdata) == 1
     ]

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.touch import own_class
@@ -109,7 +110,7 @@ class OwnForm:
         module: Any = there()
         # asked before any tensor of the model is changed
         changed = change(torch.empty(0, dtype=torch.float32, device="cpu"))
-        is_shared = changed.device.type == "cpu" and changed.is_shared()
+        is_shared = is_in_shared_memory(changed)
         if changed.dtype is not torch.float32 or is_shared:
             form = "shared memory" if is_shared else str(changed.dtype).removeprefix("torch.")
             refusal = RefusalError(

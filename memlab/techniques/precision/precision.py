@@ -24,6 +24,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan, Precision
+from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.optimizer_step import is_separable
 from memlab.runtime.state_layers import at_home
@@ -118,7 +119,7 @@ class PrecisionChoice(Technique):
                 f"{workload.name} has {found} ones",
                 "call model.float() and make the optimizer anew, or leave the precision as it is",
             )
-        if precision is Precision.PURE_BF16 and any(p.is_shared() for p in workload.model.parameters() if p.is_cpu):
+        if precision is Precision.PURE_BF16 and any(map(is_in_shared_memory, workload.model.parameters())):
             raise RefusalError(
                 self.field,
                 f"{workload.name} shares its weights with other processes (share_memory), which would not see those in bf16",
