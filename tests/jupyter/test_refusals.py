@@ -308,7 +308,9 @@ def test_interrupt(shell: Any, made: Cell, where: str, flags: str) -> None:
     assert "forward" not in vars(workload.model)
 
 
-@pytest.mark.parametrize("where", ["memlab.jupyter.cell_magic.CellMagic._find", "memlab.jupyter.history.History.receipt"])
+@pytest.mark.parametrize(
+    "where", ["memlab.jupyter.cell_magic.CellMagic._find", "memlab.jupyter.history.History.receipt"]
+)
 def test_an_interrupt_in_memlabs_own_work_shows_none_of_its_frames(
     where: str, made: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

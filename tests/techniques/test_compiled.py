@@ -223,3 +223,22 @@ def test_a_step_in_a_compiled_function_is_watched_and_served_without_being_compi
     found, compiled = trained(flags)
     assert torch.equal(found, expected)
     assert compiled <= graphs
+
+
+@pytest.mark.parametrize("compiled", ["function", "call", "part"])
+def test_pure_bf16_serves_calls_in_compiled_functions(compiled: str) -> None:
+    torch._dynamo.reset()
+    model, inputs = Tower().eval(), torch.ones(2, 16)
+    expected = model(inputs)
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--precision pure-bf16"):
+        if compiled == "call":
+            model.compile(backend="eager")
+        called = {"function": lambda x: model(x) + 0.0, "call": model, "part": lambda x: x + model.parts[0](x)}[
+            compiled
+        ]
+        run: Any = called if compiled == "call" else torch.compile(called, backend="eager")
+        output = run(inputs)
+        output.sum().backward()
+    assert output.dtype is torch.float32
+    assert torch.allclose(output, expected, rtol=5e-2, atol=5e-2) or compiled == "part"
+    assert all(p.grad is not None for p in model.parts[0].parameters())

@@ -65,6 +65,7 @@ class OffloadParams(Technique):
 
     field = "offload"
     changes_modules = True
+    was_reached = True
     descriptions = (
         Description(
             flags="--offload params",

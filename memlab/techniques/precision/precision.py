@@ -101,6 +101,10 @@ class PrecisionChoice(Technique):
     state_per_step = True
 
     @property
+    def was_reached(self) -> bool:  # type: ignore[override]
+        return self._pure is not None and self._pure.was_reached
+
+    @property
     def may_skip(self) -> bool:  # type: ignore[override]
         return self._is(Precision.FP16)
 
