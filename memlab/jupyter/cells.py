@@ -347,6 +347,21 @@ def entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
+@contextmanager
+def brief_interrupts(shell: Shell) -> Iterator[None]:
+    """Show a Ctrl-C in memlab's own work without its frames; that of a cell is shown as `raise_shown` arranges."""
+    __tracebackhide__ = True
+    try:
+        yield
+        return
+    except KeyboardInterrupt as error:
+        if "showtraceback" in vars(shell):
+            raise
+        shown = KeyboardInterrupt(*error.args)  # a new one, which keeps no variables of those frames
+        _show_once(shell, shown, shell.InteractiveTB.get_exception_only(type(shown), shown))
+    raise shown from None
+
+
 def _show_once(shell: Shell, error: BaseException, lines: list[str] | None) -> None:
     """Let the next traceback that the shell shows be these lines, if it is that of `error`."""
     undo = ExitStack()

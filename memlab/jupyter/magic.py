@@ -13,6 +13,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from memlab.jupyter import cells
 from memlab.jupyter.cell_magic import CellMagic
 from memlab.jupyter.completion import complete_lines
 from memlab.jupyter.display import teach_receipts
@@ -65,16 +66,17 @@ class MagicMemfit:
 
     def _register(self, shell: Any, notebook: Notebook) -> None:
         # what IPython keeps holds the magics weakly, so that a shell that is dropped can go
-        me = weakref.ref(self)
+        me, weak = weakref.ref(self), weakref.ref(shell)
 
         def memfit(line: str) -> Shown | None:
             __tracebackhide__ = True
-            with one_line():
+            with cells.brief_interrupts(weak()), one_line():
                 return _alive(me).line.run(line)
 
         def memfit_cell(line: str, cell: str) -> None:
             __tracebackhide__ = True
-            _alive(me).cell.run(line, cell)
+            with cells.brief_interrupts(weak()):
+                _alive(me).cell.run(line, cell)
 
         memfit.__doc__, memfit_cell.__doc__ = line_help(), cell_help()
         shell.register_magic_function(memfit, "line", _NAME)

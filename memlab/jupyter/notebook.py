@@ -155,15 +155,12 @@ class Notebook:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Show errors of memlab as one line without a traceback, and a Ctrl-C in its work without its frames."""
+    """Show errors of memlab as one line without a traceback."""
     __tracebackhide__ = True
-    shown: BaseException
     try:
         yield
     except MemlabError as error:
         shown = UsageError(str(error))
-    except KeyboardInterrupt as error:
-        shown = KeyboardInterrupt(*error.args)  # a new one, which has no frames
     else:
         return
     raise shown from None

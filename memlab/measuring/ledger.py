@@ -52,7 +52,7 @@ from memlab.measuring.observation import (
     StepPart,
 )
 from memlab.records import Category, Phase
-from memlab.runtime.dispatch import WatchingMode, defers
+from memlab.runtime.dispatch import WatchingMode, defers, is_within_compiled_call
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
 from memlab.runtime.tree import tensors_in
@@ -235,9 +235,9 @@ class Ledger(WatchingMode):
         self.watching = True
 
     def stop(self) -> None:
-        """Stop watching; on another thread than `start`, the mode stays there as a mere pass-through."""
+        """Stop watching; on another thread than `start`, and within compiled code, the mode stays there as a mere pass-through."""
         self.watching = False
-        if self in _get_current_dispatch_mode_stack():
+        if self in _get_current_dispatch_mode_stack() and not is_within_compiled_call():
             _restack(lambda modes: [mode for mode in modes if mode is not self])
 
     @contextmanager

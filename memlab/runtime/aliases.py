@@ -154,3 +154,8 @@ def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.data.copy_(values)
     else:
         tensor.data = values.clone()
+
+
+def is_in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Return whether other processes may read and write a tensor of the host's, and would not see another one in its place."""
+    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]

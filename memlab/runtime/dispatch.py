@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+Function = TypeVar("Function", bound=Any)
 _deferring: dict[type, bool] = {}
 
 
@@ -44,15 +47,30 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         return True
 
 
-def never_compile(function: Any) -> None:
-    """Have torch.compile leave the frames of a function alone, and those of what it calls, at no cost for a call."""
+def never_compile(function: Function) -> Function:
+    """Have torch.compile leave calls of a function alone, and what it calls, at no cost for a call."""
+    function._torchdynamo_disable = True  # what `torch._dynamo.disable` sets, without its import of the compiler
     of_torch = torch._C._dynamo.eval_frame
     if hasattr(of_torch, "set_code_exec_strategy"):  # not in older torch
         skip = of_torch._FrameAction.SKIP
         of_torch.set_code_exec_strategy(function.__code__, of_torch._FrameExecStrategy(skip, skip))
+    return function
 
 
 never_compile(WatchingMode.__torch_dispatch__)
+
+
+def is_within_compiled_call() -> bool:
+    """Return whether this thread is in a call of what `torch.compile` has made.
+
+    At the end of such a call torch restores whether there are modes, and not the modes: without one that was there when it
+    began, every function of torch would fail.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    frame: FrameType | None = None if compiler is None else sys._getframe(1)
+    while frame is not None and not (frame.f_code.co_name == "compile_wrapper" and frame.f_globals is vars(compiler)):
+        frame = frame.f_back
+    return frame is not None
 
 
 def defers(types: Iterable[type]) -> bool:

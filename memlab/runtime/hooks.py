@@ -7,7 +7,7 @@ How each is taken over, and given back:
    copied is what it would be without memlab. ``model.forward`` and its signature stay as they are. Hooks of the model
    run around the hook, once per call, as they run around ``forward``.
 2. A call that something else looks through is left alone: one that is traced (``torch.jit``), one inside a compiled
-   function, and a model's call of itself.
+   function (unless the model cannot run without), and a model's call of itself.
 3. Methods that torch has no such place for (``generate``, the forward of a block) get a `stand_in`: an attribute of the
    instance, and an ``__getstate__`` beside it that leaves both out of pickles and copies. So does ``forward`` where a
    class has a ``__call__`` of its own, which may pass torch's by.
@@ -31,6 +31,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import Caller
 
 ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
@@ -48,6 +49,7 @@ class CallHook:
         handler: called with the original forward, its positional and its keyword arguments.
         traced: called before a call that is traced (`torch.export`, `torch.jit.trace`); what it raises ends that.
         replicated: likewise, before a call of a copy that `torch.nn.DataParallel` makes for another GPU.
+        breaks_graphs: whether compiled functions leave its calls to the handler too.
     """
 
     def __init__(
@@ -56,9 +58,12 @@ class CallHook:
         handler: ForwardHandler,
         traced: Callable[[], object] = bool,
         replicated: Callable[[], object] = bool,
+        *,
+        breaks_graphs: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._traced, self._replicated = traced, replicated
+        self._breaks_graphs = breaks_graphs
         self._handler: ForwardHandler | None = handler
         # what stood in its place before, compiled code or another hook; None for torch's own call
         self.further_in: Callable[..., Any] | None = None
@@ -70,10 +75,15 @@ class CallHook:
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 self._traced()
-            return model._call_impl(*args, **kwargs)
+            if not self._breaks_graphs:
+                return model._call_impl(*args, **kwargs)
+        return self._uncompiled(model, args, kwargs)
+
+    @never_compile
+    def _uncompiled(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._get_tracing_state() is not None:
             self._traced()
-        called = sys._getframe(1).f_locals.get("self")
+        called = sys._getframe(2).f_locals.get("self")
         if getattr(called, "_is_replica", False):  # with all attributes of the model, this hook too
             self._replicated()
             return called._call_impl(*args, **kwargs)  # type: ignore[union-attr]
@@ -427,7 +437,7 @@ def install_step_hooks(
 ) -> None:
     """Take over ``optimizer.step()``."""
     undo.callback(optimizer.register_step_pre_hook(before).remove)
-    undo.callback(optimizer.register_step_post_hook(lambda opt, _args, _kwargs: after(opt)).remove)
+    undo.callback(optimizer.register_step_post_hook(never_compile(lambda opt, _args, _kwargs: after(opt))).remove)
 
 
 def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
@@ -441,6 +451,7 @@ def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStac
 
     method = weakref.WeakMethod(found)
 
+    @never_compile
     def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         alive = method()
         if alive is not None:

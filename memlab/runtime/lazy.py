@@ -20,7 +20,6 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memlab.errors import SessionError
-from memlab.runtime.lifetimes import without_graph
 
 # what can be asked without knowing the value
 _METADATA = frozenset(
@@ -70,7 +69,7 @@ class LazyTensor(torch.Tensor):
             if self._compute is None:
                 raise SessionError(self._expired)
             # the graph is the value's own: `torch.utils.checkpoint` counts what a function of the loop's saves
-            hooks = torch.autograd.graph.saved_tensors_hooks(without_graph, without_graph)
+            hooks = torch.autograd.graph.saved_tensors_hooks(as_saved, as_saved)
             with torch.set_grad_enabled(self._grad_enabled), hooks:
                 self._value = self._compute() if self._origin is None else self._compute(self._origin.value())
             self._compute = None
@@ -124,6 +123,14 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.value().detach().clone()
+
+
+def as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a hook keeps of a saved tensor that it leaves in place.
+
+    An output that a hook keeps as it is would hold its own node, and no graph that is dropped without a backward pass would go.
+    """
+    return tensor if isinstance(tensor, LazyTensor) or tensor.is_leaf else tensor.detach()
 
 
 Gradients = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]

@@ -53,11 +53,6 @@ class WhileAlive(Generic[_T]):
         self._values.pop(weakref.ref(thing), None)
 
 
-def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a hook on saved tensors may keep it: an output knows its node, which would keep itself alive through it."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
 class Departures(Generic[_T]):
     """Objects that are watched until they have gone, each with a note for whoever asks next.
 

@@ -24,6 +24,7 @@ import torch
 
 from memlab.runtime.away import sent_away
 from memlab.runtime.callers import is_own_code
+from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import uninterrupted
 
 if TYPE_CHECKING:  # techniques import this module
@@ -320,6 +321,7 @@ def show_own_form(
     )
     undo.callback(optimizer.register_load_state_dict_post_hook(lambda loaded: pack_loaded(loaded, techniques())).remove)
 
+    @never_compile
     def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if _followed.get(optimizer) and not is_led():
             _catch_up(optimizer, techniques())

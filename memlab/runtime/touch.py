@@ -109,8 +109,6 @@ class Watched(ABC):
                 return result.as_subclass(kind)
             return result
 
-        # as `torch.compiler.disable` marks it, which would import the compiler
-        __torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
         never_compile(__torch_function__)
         own = {
             "__torch_function__": classmethod(__torch_function__),

@@ -22,6 +22,7 @@ from memlab.errors import RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import state_layers
+from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook, install_step_hooks, on_first_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
@@ -303,6 +304,7 @@ class Session:
             hooks.callback(self.in_force.detach_optimizer, optimizer)
             undo.push(hooks.pop_all())
 
+    @never_compile
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:

@@ -62,7 +62,7 @@ class Usage:
         techniques = self._in_force.techniques
         if not self.was_called:
             around = [t for t in techniques if type(t).forward is not Technique.forward and self._stepped]
-            idle = [t for t in around if not (t.changes_modules and t.was_reached)]
+            idle = [t for t in around if not t.was_reached]
             why = self.how_passed_by
             advice = f"call {'model.train() before' if self.was_evaluated else 'the model itself'}"
         else:

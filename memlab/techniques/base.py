@@ -98,7 +98,7 @@ class Technique:
         parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
-        was_reached: whether calls of the modules it changes have come to it.
+        was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         works_on_updates: whether it does nothing for a model that no optimizer updates.
@@ -118,7 +118,7 @@ class Technique:
     parameters_visit: bool = False
     updates_in_backward: bool = False
     changes_modules: bool = False
-    was_reached: bool = True
+    was_reached: bool = False
     is_engine: bool = False
     is_of_optimizer: bool = False
     works_on_updates: bool = False

@@ -48,6 +48,7 @@ class ChunkedLoss(Technique):
 
     field = "loss"
     changes_modules = True
+    was_reached = True
     descriptions = (
         Description(
             flags="--chunk-loss",

@@ -308,6 +308,25 @@ def test_interrupt(shell: Any, made: Cell, where: str, flags: str) -> None:
     assert "forward" not in vars(workload.model)
 
 
+@pytest.mark.parametrize(
+    "where", ["memlab.jupyter.cell_magic.CellMagic._find", "memlab.jupyter.history.History.receipt"]
+)
+def test_an_interrupt_in_memlabs_own_work_shows_none_of_its_frames(
+    where: str, made: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, interrupted)
+        ran = made(f"%%memfit\n{TRAIN}")
+    assert isinstance(ran.error, KeyboardInterrupt)
+    assert "KeyboardInterrupt" in ran.out + ran.err
+    assert "Traceback" not in ran.out + ran.err
+    assert ".py" not in ran.out + ran.err
+    assert made(f"%%memfit\n{TRAIN}").error is None
+
+
 def test_a_deleted_model_is_said_and_let_go(shell: Any, made: Cell) -> None:
     made(f"%%memfit --accumulate 4\n{TRAIN}")
     model = weakref.ref(shell.user_ns["model"])

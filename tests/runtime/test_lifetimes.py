@@ -124,3 +124,15 @@ def test_no_finalizer_runs_in_a_step(flags: str, is_rescued: bool) -> None:
         step()
         step()
         assert finalizers_during(step) == []
+
+
+@pytest.mark.parametrize("flags", ["--offload activations", "--offload params"])
+def test_a_graph_that_is_dropped_without_a_backward_pass_goes_at_once(flags: str) -> None:
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)])
+    model = nn.Sequential(blocks, nn.Linear(64, 1), nn.Sigmoid())  # whose output is saved, and small
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), flags):
+        inputs = torch.randn(2, 64)
+        left = weakref.ref(inputs)
+        assert model(inputs).requires_grad
+        del inputs
+        assert left() is None

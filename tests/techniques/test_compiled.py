@@ -195,3 +195,50 @@ def test_other_settings_compile_at_most_once_more(flags: str) -> None:
         train(model, optimizer)
         assert compiled_graphs() - before == changed
         assert session.usage.was_called
+
+
+@pytest.mark.parametrize("flags", ["", "--offload optimizer"])
+def test_a_step_in_a_compiled_function_is_watched_and_served_without_being_compiled(flags: str) -> None:
+    def trained(flags: str | None) -> tuple[torch.Tensor, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        model = nn.Linear(16, 16, bias=False)
+        nn.init.eye_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        step = torch.compile(lambda: optimizer.step(), backend="eager")
+        ledger = Ledger()  # which watches from the call to the step
+        session = None if flags is None else fit(Workload(model, optimizer), flags)
+        optimizer.register_step_post_hook(lambda *_: ledger.stop())
+        for _ in range(3):
+            ledger.start()
+            model(torch.ones(2, 16)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        ledger.close()
+        if session is not None:
+            session.undo()
+        return model.weight.detach(), compiled_graphs()
+
+    expected, graphs = trained(None)
+    found, compiled = trained(flags)
+    assert torch.equal(found, expected)
+    assert compiled <= graphs
+
+
+@pytest.mark.parametrize("compiled", ["function", "call", "part"])
+def test_pure_bf16_serves_calls_in_compiled_functions(compiled: str) -> None:
+    torch._dynamo.reset()
+    model, inputs = Tower().eval(), torch.ones(2, 16)
+    expected = model(inputs)
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--precision pure-bf16"):
+        if compiled == "call":
+            model.compile(backend="eager")
+        called = {"function": lambda x: model(x) + 0.0, "call": model, "part": lambda x: x + model.parts[0](x)}[
+            compiled
+        ]
+        run: Any = called if compiled == "call" else torch.compile(called, backend="eager")
+        output = run(inputs)
+        output.sum().backward()
+    assert output.dtype is torch.float32
+    assert torch.allclose(output, expected, rtol=5e-2, atol=5e-2) or compiled == "part"
+    assert all(p.grad is not None for p in model.parts[0].parameters())

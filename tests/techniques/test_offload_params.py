@@ -541,6 +541,11 @@ def test_optimizer_checkpoints_are_plain() -> None:
             "moved; use --offload optimizer,activations",
         ),
         (
+            nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))).share_memory(), "--offload params",
+            "offload: params: no parameter in the blocks of Sequential is large enough (1024 elements) and its own to be "
+            "moved; use --offload optimizer,activations",
+        ),
+        (
             nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))), "--offload params:host",
             "offload: params to host: the model is on the CPU, whose memory is the host's; "
             "use --offload params:disk (the default there)",

@@ -1143,6 +1143,23 @@ def test_tracing_is_refused(trace: Any) -> None:
     trace(model, (inputs,))
 
 
+def test_weights_in_shared_memory_are_refused() -> None:
+    model, batch = Regressor().layers, regression_batch(8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        with pytest.raises(
+            RefusalError, match=r"^precision: the loop converts Sequential to shared memory, and --precision pure"
+        ):
+            model.share_memory()
+        steps_of(model, optimizer, batch, 1)
+    model.share_memory()
+    with pytest.raises(RefusalError) as error:
+        fit(Workload(model, optimizer), "--precision pure-bf16")
+    assert str(error.value) == (
+        "precision: Sequential shares its weights with other processes (share_memory), which would not see those in bf16; use --bf16"
+    )
+
+
 def test_functional_calls_with_weights_of_the_loop_run_in_bf16() -> None:
     model, (inputs, _) = Regressor().layers, regression_batch(8)
     expected = model(inputs)
@@ -1174,7 +1191,8 @@ class Averaging(nn.Module):
                 self.mean.mul_(0.999).add_(hidden.mean(0).float(), alpha=0.001)
                 hidden = hidden - self.mean
             else:
-                self.count.add_(2**-12)
+                self.count = self.count + 2**-12 if self.kind == "another count" else self.count.add_(2**-12)
+                self.state = hidden
         return self.head(hidden)
 
 
@@ -1201,14 +1219,26 @@ def test_what_a_forward_pass_changes_little_by_little_is_not_rounded(kind: str, 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_buffer_that_a_forward_pass_changes_stays_in_fp32() -> None:
-    model = Averaging("count")
+@pytest.mark.parametrize("kind", ["count", "another count"])
+def test_a_buffer_that_a_forward_pass_changes_stays_in_fp32(kind: str) -> None:
+    model = Averaging(kind)
     with fit(workload(model), "--precision pure-bf16"):
         for _ in range(3):
             model(torch.ones(2, 8))
         assert model.layer.weight.dtype is torch.bfloat16
         assert model.count.dtype is torch.float32
     assert model.count.item() == 1 + 3 * 2**-12
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--precision pure-bf16"])
+def test_what_a_model_keeps_of_its_calls_is_in_fp32_once_the_plan_is_out(flags: str) -> None:
+    model = Averaging("count")
+    model.table = torch.ones(2, dtype=torch.bfloat16)
+    with fit(workload(model), flags):
+        model(torch.ones(2, 8))
+    assert isinstance(model.state, torch.Tensor)
+    assert model.state.dtype is torch.float32
+    assert model.table.dtype is torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")

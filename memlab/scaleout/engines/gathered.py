@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memlab.errors import ScaleError
-from memlab.runtime.lifetimes import without_graph
+from memlab.runtime.lazy import as_saved
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Gathered:
         parameter = self._by_address.get(address)
         # a storage that was freed may have given its address to another one
         if parameter is None or not parameter.numel() or parameter.untyped_storage().data_ptr() != address:
-            return without_graph(tensor)
+            return as_saved(tensor)
         start = int(tensor.storage_offset() - parameter.storage_offset())
         return _View(parameter, tensor.size(), tensor.stride(), start)
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.runtime.cuda_room import most_bytes
-from memlab.runtime.lifetimes import without_graph
+from memlab.runtime.lazy import as_saved
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.techniques.accumulation.agreement import DisagreementError
 from memlab.techniques.accumulation.judgement import Judgement, SumsError
@@ -145,7 +145,7 @@ class Judge:
             storage = tensor.untyped_storage()
             if storage._cdata not in own:
                 kept[storage._cdata] = storage.nbytes()
-            return without_graph(tensor)
+            return as_saved(tensor)
 
         if sum(leaf.nbytes for leaf in whole.leaves if isinstance(leaf, torch.Tensor)) * 1000 < free_bytes:
             small = sum(p.numel() for p in self._model.parameters()) * 1000 < free_bytes

@@ -97,7 +97,7 @@ class Checkpointing(Technique):
         self._left_alone: list[Part] = []
         self._of_blocks = True
         self._compiled: CompiledParts | None = None
-        self._is_settled = self.was_reached = False
+        self._is_settled = False
         self._patches: list[Callable[[], Any]] = []
         self.learns_from_calls = plan.checkpointing.budget_bytes is not None
 

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.dispatch import WatchingMode, written_by
-from memlab.runtime.lifetimes import without_graph
+from memlab.runtime.lazy import as_saved
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
@@ -220,11 +220,11 @@ class _Packing:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:
         if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided or tensor.is_nested:
-            return without_graph(tensor)
+            return as_saved(tensor)
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
         if storage_bytes < _SMALLEST_BYTES or storage._cdata in self._staying:
-            return without_graph(tensor)
+            return as_saved(tensor)
         # a small view of a large storage is stored alone; copied, as what has not left yet is taken back with its storage
         if storage_bytes > 2 * tensor.numel() * tensor.element_size():
             alone = self._passage.store(_bytes_of(tensor.clone(memory_format=torch.contiguous_format)))

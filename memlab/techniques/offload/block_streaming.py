@@ -35,7 +35,8 @@ from torch.overrides import TorchFunctionMode
 from memlab.runtime.homes import rests
 from memlab.runtime.hooks import keep_out_of_copies
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.lifetimes import WhileAlive, is_shared, without_graph
+from memlab.runtime.lazy import as_saved
+from memlab.runtime.lifetimes import WhileAlive, is_shared
 from memlab.techniques.offload.spill import Spill
 
 _Slot = tuple[nn.Module, str]
@@ -473,7 +474,7 @@ def _nothing() -> None:
 def _noting(note: Callable[[torch.Tensor], _Saved | None], restore: Callable[[_Saved], torch.Tensor]) -> Iterator[None]:
     """Keep copies of parameters as notes; anything else goes to the hooks that are there already."""
     there = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = there or (without_graph, without_graph)
+    pack, unpack = there or (as_saved, as_saved)
 
     def packed(tensor: torch.Tensor) -> Any:
         saved = note(tensor)
@@ -489,7 +490,7 @@ def _noting(note: Callable[[torch.Tensor], _Saved | None], restore: Callable[[_S
 @contextmanager
 def _passing_on(changed: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Hand what autograd saves to the hooks that are there already, changed."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (without_graph, without_graph)
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (as_saved, as_saved)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: pack(changed(tensor)), unpack):
         yield
 

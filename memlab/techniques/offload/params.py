@@ -35,6 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime import optimizer_step
+from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added
 from memlab.runtime.lifetimes import is_saved
 from memlab.runtime.modules import repeated_blocks
@@ -65,6 +66,7 @@ class OffloadParams(Technique):
 
     field = "offload"
     changes_modules = True
+    was_reached = True
     descriptions = (
         Description(
             flags="--offload params",
@@ -534,6 +536,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
         and p.layout is torch.strided
         and p.numel() >= SMALL_ELEMENTS
         and p.device == everything[0].device
+        and not is_in_shared_memory(p)
         and _fills_its_storage(p)
         and storages.count(p.untyped_storage()._cdata) == 1
     ]

@@ -105,16 +105,17 @@ class FirstCalls:
         own modules: those of batch norm are in fp32, and spectral norm makes its own anew.
         """
         frozen = [
-            (f"{path}.{name}" if path else name, each)
+            (f"{path}.{name}" if path else name, each, table)
             for path, part in model.named_modules()
-            for name, each in (*part._parameters.items(), *_buffers_of_users(part))
+            for table in (part._parameters, _buffers_of_users(part))
+            for name, each in table.items()
             if each is not None and each in self._masters and not each.requires_grad
         ]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        is_twin = any(isinstance(tensor, FakeTensor) for _, tensor in frozen)  # has no values to lose
-        if is_twin or sum(tensor.numel() for _, tensor in frozen) > 2 * trained:
+        is_twin = any(isinstance(tensor, FakeTensor) for _, tensor, _ in frozen)  # has no values to lose
+        if is_twin or sum(tensor.numel() for _, tensor, _ in frozen) > 2 * trained:
             return []
-        return [_Frozen(name, tensor) for name, tensor in frozen]
+        return [_Frozen(*each) for each in frozen]
 
     def _keep_whole(self, name: str, written: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Keep in fp32 what a forward pass writes to: in bf16 small changes would be lost.
@@ -148,21 +149,23 @@ class FirstCalls:
         return next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None)
 
 
-def _buffers_of_users(part: nn.Module) -> Sequence[tuple[str, torch.Tensor | None]]:
-    return () if type(part).__module__.startswith("torch.") else [*part._buffers.items()]
+def _buffers_of_users(part: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {} if type(part).__module__.startswith("torch.") else part._buffers
 
 
 class _Frozen:
-    """A tensor in bf16 that a forward pass may write to."""
+    """A tensor in bf16 that a forward pass may write to, or put another one in place of."""
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, table: Mapping[str, Any]) -> None:
         self.name, self.tensor = name, tensor
+        self._table = table  # of the part that it belongs to
         self._data, self._version = tensor.detach(), tensor._version
         self._copy = self._data.to("cpu", copy=True)
 
     def put_back(self) -> bool:
         """Give it its values again where it has been written to; an equal value may be what is left of a small change."""
-        is_same = self.tensor._version == self._version and self.tensor.data_ptr() == self._data.data_ptr()
+        is_there = self._table.get(self.name.rpartition(".")[2]) is self.tensor
+        is_same = is_there and self.tensor._version == self._version and self.tensor.data_ptr() == self._data.data_ptr()
         if is_same and torch.equal(self._data.cpu().view(torch.int16), self._copy.view(torch.int16)):
             return False
         self.tensor.data = self._data.copy_(self._copy)

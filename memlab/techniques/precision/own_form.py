@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.hooks import stand_in
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.touch import own_class
@@ -107,14 +108,14 @@ class OwnForm:
         self, there: weakref.ref[nn.Module], change: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
     ) -> Any:
         module: Any = there()
-        dtype = change(
-            torch.empty(0, dtype=torch.float32, device="cpu")
-        ).dtype  # asked before any tensor of the model is changed
-        if dtype is not torch.float32:
+        # asked before any tensor of the model is changed
+        changed = change(torch.empty(0, dtype=torch.float32, device="cpu"))
+        is_shared = is_in_shared_memory(changed)
+        if changed.dtype is not torch.float32 or is_shared:
+            form = "shared memory" if is_shared else str(changed.dtype).removeprefix("torch.")
             refusal = RefusalError(
                 "precision",
-                f"the loop converts {type(module).__name__} to {str(dtype).removeprefix('torch.')}, and --precision "
-                "pure-bf16 keeps its weights",
+                f"the loop converts {type(module).__name__} to {form}, and --precision pure-bf16 keeps its weights",
                 "leave the precision as it is, or undo it before (%memfit undo)",
             )
             refusal.in_loop = True

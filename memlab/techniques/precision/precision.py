@@ -24,10 +24,11 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan, Precision
+from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.optimizer_step import is_separable
 from memlab.runtime.state_layers import at_home
-from memlab.runtime.tree import Lent, in_leaves
+from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, State, Technique
 from memlab.techniques.precision.first_call import AUTOCAST_DTYPES, FirstCalls, refuse_backward_hooks
@@ -35,6 +36,8 @@ from memlab.techniques.precision.loss_scale import LossScale, scaled_gradient
 from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.packed_moments import PackedMoments
 from memlab.techniques.precision.pure_bf16 import PureBf16, as_fp32
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch gives each
 
 
 class PrecisionChoice(Technique):
@@ -98,6 +101,10 @@ class PrecisionChoice(Technique):
     state_per_step = True
 
     @property
+    def was_reached(self) -> bool:  # type: ignore[override]
+        return self._pure is not None and self._pure.was_reached
+
+    @property
     def may_skip(self) -> bool:  # type: ignore[override]
         return self._is(Precision.FP16)
 
@@ -115,6 +122,12 @@ class PrecisionChoice(Technique):
                 f"--{'precision ' if precision is Precision.PURE_BF16 else ''}{precision} needs float32 parameters, "
                 f"{workload.name} has {found} ones",
                 "call model.float() and make the optimizer anew, or leave the precision as it is",
+            )
+        if precision is Precision.PURE_BF16 and any(map(is_in_shared_memory, workload.model.parameters())):
+            raise RefusalError(
+                self.field,
+                f"{workload.name} shares its weights with other processes (share_memory), which would not see those in bf16",
+                "use --bf16",
             )
         if precision is Precision.FP16:
             refuse_backward_hooks(workload.name, workload.model)
@@ -143,6 +156,8 @@ class PrecisionChoice(Technique):
         self._name = workload.name
         if self.plan.precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16):
             self._model = weakref.ref(workload.model)
+            # comes last, when weights are in fp32 again
+            undo.callback(self._raise_what_calls_keep, {(id(part), name) for part, _, name, _ in _kept(workload.model)})
         match self.plan.precision:
             case Precision.FP32:
                 _set_matmul_precision("highest", undo)
@@ -154,6 +169,14 @@ class PrecisionChoice(Technique):
                 for optimizer in workload.optimizers:
                     self._moments.expect(optimizer)
                 self._pure = PureBf16(workload.model, self._masters, self._first, self._at_home, undo)
+
+    def _raise_what_calls_keep(self, before: set[tuple[int, str]]) -> None:
+        """What calls have left in the model in half precision (a recurrent state, say) meets weights in fp32 from now on."""
+        model = self._model()
+        places = [] if model is None else [each for each in _kept(model) if (id(each[0]), each[2]) not in before]
+        raised = in_leaves(as_fp32, [value for *_, value in places])
+        for (_, table, name, _), value in zip(places, raised, strict=True):
+            table[name] = value
 
     def _at_home(self, tensors: Sequence[Any]) -> ExitStack:
         return at_home(self.host.techniques(), tensors, updates=True)
@@ -277,6 +300,17 @@ class PrecisionChoice(Technique):
                 "use --bf16",
             )
         return self._pure.updated(parameters)
+
+
+def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
+    """What hangs on the parts of a model and holds tensors in half precision, with where it hangs."""
+    return [
+        (part, table, name, value)
+        for part in model.modules()
+        for table in (vars(part), part._buffers)
+        for name, value in table.items()
+        if name not in _OF_MODULES and any(as_fp32(leaf) is not leaf for leaf in flatten(value)[0])
+    ]
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

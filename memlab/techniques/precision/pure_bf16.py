@@ -70,7 +70,12 @@ class PureBf16:
         for part in () if is_compiled(model) else model.modules():
             is_split = any(p in masters for p in part.parameters())
             if is_split and part is not model and not isinstance(part, torch.jit.ScriptModule):
-                CallHook(part, partial(self._part, weakref.ref(part))).install(undo)
+                CallHook(part, partial(self._part, weakref.ref(part)), breaks_graphs=True).install(undo)
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether the loop has called parts of the model by themselves."""
+        return len(self._seen) > 0
 
     # -- calls ---------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ class Tiling(Technique):
 
     field = "tiling"
     changes_modules = True
+    was_reached = True
     descriptions = (
         Description(
             flags="--tile N",
