@@ -134,7 +134,7 @@ class Largest(Observer):
 class Notes(Largest):
     """Notes which plans were in force during a cell as well."""
 
-    def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException], None]) -> None:
+    def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException | None], None]) -> None:
         super().__init__()
         self.plans: tuple[Plan, ...] = ()  # those, the last one last
         self._step_ended = step_ended
@@ -153,6 +153,9 @@ class Notes(Largest):
 
     def refused(self, refusal: MemlabError) -> None:
         self._broke_off(refusal)
+
+    def refusal_handled(self) -> None:
+        self._broke_off(None)
 
     def interrupted(self) -> None:
         error = sys.exc_info()[1]

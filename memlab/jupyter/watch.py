@@ -293,8 +293,10 @@ class CellWatch:
             session.loop_was_left()
             session.switching.give_up(refusal, before)
 
-    def _broke_off(self, error: BaseException) -> None:
-        if isinstance(error, MemlabError):
+    def _broke_off(self, error: BaseException | None) -> None:
+        if error is None:
+            self.refused = None
+        elif isinstance(error, MemlabError):
             error.in_loop = True
             self.refused = error
 

@@ -97,7 +97,12 @@ class LoopCode(UncompiledMode):
         # whether a backward pass is under way that keeps its graph although the loop has not asked for it
         self.graph_is_kept_for_itself = False
         self._keeps_all = False  # what was saved is needed until the end of it
+        self._retaining: list[weakref.ref[torch.Tensor]] = []  # tensors whose gradients a pass adds up, beside leaves
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
+
+    def end(self) -> None:
+        super().end()
+        self._retaining.clear()
 
     # -- what is held ---------------------------------------------------------------------------
 
@@ -118,6 +123,8 @@ class LoopCode(UncompiledMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "retain_grad":
+            self._retaining.append(weakref.ref(args[0]))
         if name in _ASKING and (found := before_others(args[0])) is not None:
             return _asked(args[0], *found, name, *args[1:], **kwargs)
         if name in _ATTRIBUTES:
@@ -179,7 +186,8 @@ class LoopCode(UncompiledMode):
         try:
             if own is None:
                 return wanted.run(keep=wanted.keeps)
-            with _set_aside(own.leaves if wanted.accumulates else []) as start_over:
+            retaining = [tensor for ref in self._retaining if (tensor := ref()) is not None]
+            with _set_aside([*own.leaves, *retaining] if wanted.accumulates else []) as start_over:
                 return self._run_until_it_fits(wanted, own, start_over)
         finally:
             self._owner.backward_ended()
@@ -385,12 +393,10 @@ def _asked(tensor: torch.Tensor, call: GuardedCall, number: int, name: str, *hoo
     if not tensor.retains_grad:
         tensor.retain_grad()
         seen = weakref.ref(tensor)
-        kept: list[torch.Tensor] = []
 
-        def keep(gradient: torch.Tensor) -> None:
-            kept[:] = [gradient.clone() if not kept else kept[0] + gradient]
-            if (there := seen()) is not None:
-                there.grad = kept[0]  # in place of what torch has kept, which came past the call
+        def keep(gradient: torch.Tensor | None) -> None:
+            if (there := seen()) is not None and gradient is not None:
+                there.grad = gradient.clone()  # in place of what torch has kept, which came past the call
 
         call.hook(number, keep)
     return None

@@ -139,6 +139,7 @@ class Recovery:
         if trouble is not None and isinstance(error, RefusalError):
             trouble.refused.add(self._session().plan)
             trouble.refusal = error
+            self._session().observers.tell("refusal_handled")
         else:
             trouble = self._begin_trouble(place, error)
         release(error)

@@ -24,6 +24,9 @@ class Observer:
     def refused(self, refusal: MemlabError) -> None:
         """A refusal is about to be raised in the loop's own code or a backward pass, and the loop may catch it."""
 
+    def refusal_handled(self) -> None:
+        """The last refusal ends nothing: the same work is done again under another plan."""
+
     def step_boundary(self) -> None:
         """A step is about to begin; the plan changes after this. What is raised here ends the loop between two steps."""
 

@@ -58,6 +58,8 @@ class Switching:
         self.is_on_trial = False  # whether a plan that turns out not to apply is taken back
         # plans to go back to, the newest last, and whether each was on trial itself
         self._before: list[tuple[Plan, bool]] = []
+        # the plan before rescues, where it is not on trial itself: what is refused of it ends the loop
+        self._asked: Plan | None = None
         self.refused: set[Plan] = set()  # plans that turned out not to apply since one was asked for last
         self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
         self._model: nn.Module | None = None  # kept while techniques are on it, whose undo needs it
@@ -118,6 +120,7 @@ class Switching:
             self._withdrawn = None
             if noted:
                 self.refused.clear()
+                self._asked = None
                 self._remember(before, self.is_on_trial, chained=on_trial)
                 self.is_on_trial = on_trial and bool(self.in_force.techniques)
                 self._log.note(f"{before.label} → {plan.label}")
@@ -125,6 +128,8 @@ class Switching:
 
     def rescued(self, before: Plan) -> None:
         """A rescue has come to the plan in force: it is on trial, as the next call may refuse it."""
+        if not self.is_on_trial:
+            self._asked = before
         self._remember(before, self.is_on_trial, chained=True)
         self.is_on_trial = True
 
@@ -154,6 +159,7 @@ class Switching:
     def step_ended(self) -> None:
         """Note that a step is over: whatever plan it ended under is on trial, if there is one to go back to."""
         self._position.is_within_step = False
+        self._asked = None
         self.is_on_trial |= bool(self.in_force.techniques) and bool(self._before) and not is_loop_known()
 
     def _apply_pending(self) -> None:
@@ -188,6 +194,7 @@ class Switching:
         text = f"refused {refused.label}: {error}; {before.label} is back"
         self._log.note(text)
         self._observers.tell("plan_refused", refused, error)
+        self._observers.tell("refusal_handled")
         for each in self._companions():
             if each.plan == refused:
                 each.switching.ask(before)
@@ -235,6 +242,9 @@ class Switching:
 
     def _is_trial_over(self, error: BaseException) -> TypeGuard[MemlabError]:
         if not isinstance(error, RefusalError | SessionError):
+            return False
+        asked, field = self._asked, getattr(error, "technique", "")
+        if asked is not None and _has_same(field, self.in_force.plan, asked):
             return False
         return self.is_on_trial and not error.is_late and not is_loop_known()
 

@@ -11,6 +11,7 @@ import torch
 from memlab.rescue.recovery import NothingFitsError
 from memlab.session import session_of
 from tests.jupyter.conftest import TRAIN, Cell
+from tests.rescue.faults import Faults
 
 MIXED_LENGTHS = """
 import torch
@@ -168,3 +169,31 @@ def test_a_wrong_default_is_refused_when_it_is_set(made: Cell, caplog: pytest.Lo
 def test_a_quiet_cell_says_it_in_the_receipt_only(texts: Cell) -> None:
     texts("model, optimizer = fresh()")
     assert texts(f"%%memfit --quiet --capacity 20MiB\n{LOOP}").out.count("same batch again") == 1
+
+
+def test_a_plan_that_was_tried_and_refused_on_the_way_is_no_refusal_of_the_cell(shell: Any, cell: Cell) -> None:
+    cell("""
+import torch, torch.nn as nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), nn.Linear(8, 3)
+    def forward(self, x):
+        hidden = self.body(x).relu()
+        return self.head(hidden), hidden
+""")
+    made = "torch.manual_seed(0); model = Net().double(); opt = torch.optim.SGD(model.parameters(), lr=0.1); seen = []"
+    loop = """
+for _ in range(2):
+    out, hidden = model(torch.ones(6, 8).double()); hidden.retain_grad()
+    loss = nn.functional.cross_entropy(out, torch.arange(6) % 3)
+    opt.zero_grad(); loss.backward(); seen.append(hidden.grad.sum().item()); opt.step()
+"""
+    cell(made + loop)
+    expected = shell.user_ns["seen"]
+    for nth in (10, 16, 22):
+        cell(made)
+        with Faults([nth]):
+            assert cell(f"%%memfit --capacity 8GiB --quiet{loop}").error is None
+        assert shell.user_ns["seen"] == pytest.approx(expected)
+        cell("%memfit undo")

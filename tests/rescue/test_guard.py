@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit
 from memlab.measuring.ledger import Ledger
+from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.model_state import State
 from memlab.session import Session
 from tests.loops import cases
@@ -623,6 +624,27 @@ def test_an_output_that_another_is_computed_from_has_its_whole_gradient(how: str
     expected, found = loop(False), loop(True)
     assert len(expected) == len(found)
     assert all(map(torch.allclose, expected, found))
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_a_gradient_that_is_retained_counts_once_when_the_pass_is_repeated(output: int) -> None:
+    def gradient(at: list[int]) -> torch.Tensor | None:
+        torch.manual_seed(0)
+        model = Mapped().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=Rescuer(keep=["accumulation"])):
+            outputs = model(pairs(0)[0].double())
+            outputs[output].retain_grad()
+            loss = outputs[0].square().sum() + outputs[1].exp().sum()
+            with Faults(at) as faults:
+                loss.backward()
+            counts.append(faults.count)
+        return outputs[output].grad
+
+    counts: list[int] = []
+    expected = gradient([])
+    for nth in range(1, counts[0] + 1):
+        assert torch.allclose(gradient([nth]), expected)
 
 
 first = None  # the name of an attribute of `Packing`'s as well

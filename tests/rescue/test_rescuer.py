@@ -107,7 +107,7 @@ class _Refusing:
 
     def __init__(self, *, has_lossy: bool) -> None:
         self.plan, self.steps, self.companions, self.tried = Plan(), 0, [], []
-        self.log = self.workload = self.switching = self
+        self.log = self.workload = self.switching = self.observers = self
         self.refused: set[Plan] = set()
         self.device, self.optimizers = torch.device("cpu"), [None]
         self.fallbacks = [(Plan(accumulation=2), False), *([(Plan.parse("--bf16"), True)] if has_lossy else [])]
@@ -122,7 +122,7 @@ class _Refusing:
     def note(self, *_text: Any, **_more: Any) -> None:
         pass
 
-    rescued = note
+    rescued = tell = note
 
     def next_plans(self, _base: Plan, _place: Any, *, refused: set[Plan], **_more: Any) -> Iterator[Any]:
         return (SimpleNamespace(plan=plan, lossy=lossy) for plan, lossy in self.fallbacks if plan not in refused)
