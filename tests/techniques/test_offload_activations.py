@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -312,3 +313,33 @@ def test_what_a_forward_pass_writes_through_data_is_what_backward_reads() -> Non
                 optimizer.step()
         found.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_a_part_of_a_storage_comes_back_with_its_dimensions_in_the_order_they_lie_in() -> None:
+    seen = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(part)
+            return part * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(ctx.saved_tensors[0].stride())
+            return gradient * 2
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 3 * 64)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return Saves.apply(self.layer(inputs).view(4, 16, 3, 4, 16).permute(2, 0, 3, 1, 4)[0])  # type: ignore[no-untyped-call, no-any-return]
+
+    model = Heads()
+    with fit(workload(model), "--offload activations"):
+        model(torch.randn(4, 16, 64)).sum().backward()
+    assert seen == [
+        (1024, 16, 64, 1)
+    ]  # heads between columns and rows, as in the product that kernels sum in this order

@@ -227,11 +227,13 @@ class _Packing:
             return as_saved(tensor)
         # a small view of a large storage is stored alone; copied, as what has not left yet is taken back with its storage
         if storage_bytes > 2 * tensor.numel() * tensor.element_size():
-            alone = self._passage.store(_bytes_of(tensor.clone(memory_format=torch.contiguous_format)))
-            stride = torch.empty(tensor.shape, device="meta").stride()
+            copied = (
+                tensor.detach().clone()
+            )  # its dimensions in the order they lie in, by which kernels choose how to sum
+            alone = self._passage.store(_whole_storage(copied))
             view = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
             self._alone.append((weakref.ref(storage), view, weakref.ref(alone)))
-            return _Parked(alone, tensor.dtype, tensor.shape, stride, 0)
+            return _Parked(alone, tensor.dtype, tensor.shape, copied.stride(), 0)
         stored = self._stored_whole(tensor, storage)
         return _Parked(stored, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -250,7 +252,7 @@ class _Packing:
             whole = there()
             if whole is not None and whole._cdata == storage._cdata:
                 tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
-                again.append((alone(), _bytes_of(tensor.contiguous())))
+                again.append((alone(), _bytes_in(tensor.clone().untyped_storage())))
         for stored, source in again:
             if stored is not None:
                 self.writes_later = True
@@ -307,10 +309,6 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
