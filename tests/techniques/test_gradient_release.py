@@ -486,11 +486,11 @@ USES = (
 )
 REFUSED: dict[Any, str] = {
     clipped: CLIPS,
-    clipped_by_value: USES.format(where=" (in clipped_by_value)"),
-    sharpened: USES.format(where=" (in _grad_norm)"),
-    clip_gradients: USES.format(where=" (in clip_gradients)"),
-    looked_at: USES.format(where=" (in looked_at)"),
-    written_to: USES.format(where=" (in written_to)"),
+    clipped_by_value: USES.format(where=" (in clipped_by_value of tests)"),
+    sharpened: USES.format(where=" (in _grad_norm of tests)"),
+    clip_gradients: USES.format(where=" (in clip_gradients of tests)"),
+    looked_at: USES.format(where=" (in looked_at of tests)"),
+    written_to: USES.format(where=" (in written_to of tests)"),
     skipped: "gradients: the loop drops gradients after backward() without a step{}; leave --release-grads out",
     evaluated: "gradients: the loop calls the model between backward() and step(), when weights are others{}; leave --release-grads out",
     differentiated: "gradients: the loop calls autograd.grad() between backward() and optimizer.step(){}; leave --release-grads out",
@@ -641,7 +641,7 @@ def array_logged(model: nn.Module, optimizer: Optimizer, _step: int) -> None:
 
 
 ADDED = "the loop does not drop the gradients of the step before, so that they add up"
-READ = "the loop uses gradients after optimizer.step() (in {}), when they are gone"
+READ = "the loop uses gradients after optimizer.step() (in {} of tests), when they are gone"
 AFTER_STEP: dict[Any, str] = {
     zeroed_by_hand: "",
     filled: "",

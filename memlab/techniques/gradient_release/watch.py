@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol, Self
 
 import torch
@@ -145,15 +146,16 @@ class Gone(torch.Tensor):
 
 
 def where() -> str:
-    """Name the function that the loop is in, in words; empty for the cell itself."""
-    frame = sys._getframe(1)
-    while frame is not None and (
-        frame.f_code.co_name in _INSIDE_FUNCTIONS
-        or str(frame.f_globals.get("__name__", "")).startswith(("memlab.", "torch."))
-    ):
-        frame = frame.f_back  # type: ignore[assignment] # None at the end
-    name = frame.f_code.co_name if frame is not None else "<module>"
-    return f" (in {name})" if name.isidentifier() else ""  # a cell itself has names in angle brackets
+    """Name the function that the loop is in, and the package it is of, in words; empty for the cell itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
+        if name not in _INSIDE_FUNCTIONS and not module.startswith(("memlab.", "torch.")):
+            package, is_within, _ = module.partition(".")
+            of = f" of {package}" if is_within else ""
+            return f" (in {name}{of})" if name.isidentifier() else ""  # a cell itself has names in angle brackets
+        frame = frame.f_back
+    return ""
 
 
 def is_memlab(frame: Any) -> bool:
