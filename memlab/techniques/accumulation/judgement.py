@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError
-from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.containers import Effect
-from memlab.runtime.lazy import real, requires_grad
+from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
@@ -126,9 +125,6 @@ class Judgement:
             with in_groups(self._model, self._per_part, self._rows):
                 whole, inputs = self._run(self._whole, is_whole=True)
             directions = self._directions(whole.outputs, weights)
-            graph = {i: real(leaf) for i, leaf in enumerate(whole.outputs.leaves) if requires_grad(leaf)}
-            before = graphs.before({i: torch.autograd.graph.get_gradient_edge(leaf) for i, leaf in graph.items()})
-            del graph
             self._backward(whole.outputs, directions)
             self._check_backward(whole)
             if self.noise.computes_low:
@@ -170,7 +166,7 @@ class Judgement:
         goes_on = goes_on or not self.draws_on_host
         draws = self.noise.any_drawn or self.noise.draws_inside
         return SplitVerdict(
-            merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, before, draws
+            merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, draws
         )
 
     def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:

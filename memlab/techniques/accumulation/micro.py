@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -120,8 +119,6 @@ class MicroRun:
         self._snapshot: Surroundings | None = None
         self._leaves_something = False  # beside its output
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
-        self._leading: list[weakref.ref[torch.Tensor]] = []  # of them, what others are computed from
-        self._answered_in: set[int] = set()  # backward passes that have come here
 
     def outputs(self) -> Any:
         """Run all micro-batches and return what the model would have returned; leave elsewhere what it would have left."""
@@ -137,13 +134,6 @@ class MicroRun:
 
     def _leaves(self) -> list[Any]:
         values = _SplitCall.apply(self, *self._inputs.whole().values(), *self._aliases.originals)  # type: ignore[no-untyped-call]
-        known = self._verdict.before if self._verdict is not None else {}
-        by_position = {p: v for p, v in zip(self._gathered.eager, values, strict=True) if v.requires_grad}
-        for position, others in sorted(known.items(), key=lambda each: len(each[1])):
-            before = [by_position[each] for each in others if each in by_position]
-            if before and position in by_position:
-                _ComputedFrom.apply(weakref.ref(self), by_position[position], *before)  # type: ignore[no-untyped-call]
-                self._leading += map(weakref.ref, before)
         self._handed_out = [weakref.ref(value) for value in values if value.requires_grad]
         return self._gathered.leaves(values)
 
@@ -299,7 +289,6 @@ class MicroRun:
 
     def answer(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
-        self._answered_in.add(torch._C._current_graph_task_id())
         is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
         with uninterrupted():
             return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
@@ -309,9 +298,11 @@ class MicroRun:
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
         alive = [tensor for ref in self._handed_out if (tensor := ref()) is not None]
         if len(self._handed_out) > 1 and any(tensor.retains_grad for tensor in alive):
-            self._refuse_to_tell("retain_grad")
-        if any((tensor := ref()) is not None and tensor._backward_hooks for ref in self._leading):
-            self._refuse_to_tell("register_hook")
+            raise RefusalError(
+                _FIELD,
+                f"the loop asks for the gradient of an output of {type(self._model).__name__} (retain_grad)",
+                KEEP_WHOLE,
+            )
         if self._fused and not self._is_handed_over:
             self._scale_gathered(wanted.pop(self._gathered.loss, None))
         if wanted:
@@ -320,15 +311,6 @@ class MicroRun:
         self._kept, self._is_handed_over = None, self._fused
         self._gathered.drop_parts()
         return (*inputs, *self._aliases.take_gradients())
-
-    def _refuse_to_tell(self, by: str) -> NoReturn:
-        name = type(self._model).__name__
-        raise RefusalError(_FIELD, f"the loop asks for the gradient of an output of {name} ({by})", KEEP_WHOLE)
-
-    def require_answer(self, graph_task: int) -> None:
-        """Refuse a backward pass that ended at an output, as what comes to it within the call is not in its gradient."""
-        if graph_task not in self._answered_in:
-            self._refuse_to_tell("torch.autograd.grad")
 
     def _scale_gathered(self, loss_gradient: torch.Tensor | None) -> None:
         if loss_gradient is None:
@@ -420,24 +402,6 @@ class MicroRun:
             raise SessionError(
                 "backward() through the outputs of a split batch came after optimizer.step(): call it before the step"
             )
-
-
-class _ComputedFrom(torch.autograd.Function):
-    """An output as it is, with the outputs that it is computed from before it in the graph: a backward pass may end there."""
-
-    @staticmethod
-    def forward(ctx: Any, run: weakref.ref[MicroRun], output: torch.Tensor, *_before: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run = ctx.run()
-        if run is not None:
-            check = functools.partial(run.require_answer, torch._C._current_graph_task_id())
-            torch.autograd.Variable._execution_engine.queue_callback(check)
-        return (None, gradient, *(None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class _SplitCall(torch.autograd.Function):

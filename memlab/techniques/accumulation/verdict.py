@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class SplitVerdict:
     # whether numbers of Python and NumPy are drawn one after another, part by part; else each part draws the same
     goes_on: bool = True
     needs_graph: bool = False  # whether a call without gradients gives something else
-    before: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # outputs that others are computed from
     draws: bool = False  # whether the model draws random numbers with torch
 
     def knows(self, outputs: Outputs) -> bool:
