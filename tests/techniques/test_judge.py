@@ -660,7 +660,8 @@ class TestRefusals:
         assert "the loss of Balanced is not a mean or sum over rows or targets" in line
 
 
-def test_the_gradient_of_an_output_that_others_follow_from() -> None:
+@pytest.mark.parametrize("by", ["retain_grad", "register_hook"])
+def test_the_gradient_of_an_output_that_others_follow_from(by: str) -> None:
     class Two(nn.Linear):
         def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             hidden = super().forward(rows)
@@ -669,8 +670,11 @@ def test_the_gradient_of_an_output_that_others_follow_from() -> None:
     model = Two(6, 2)
     with fit(workload(model), "--accumulate 2"):
         hidden, output = model(inputs())
-        hidden.retain_grad()
-        with pytest.raises(RefusalError, match=r"asks for the gradient of an output of Two \(retain_grad\)"):
+        if by == "retain_grad":
+            hidden.retain_grad()
+        else:
+            hidden.register_hook(lambda gradient: None)
+        with pytest.raises(RefusalError, match=rf"asks for the gradient of an output of Two \({by}\)"):
             output.sum().backward()
 
 

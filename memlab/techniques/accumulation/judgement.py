@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError
+from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.containers import Effect
-from memlab.runtime.lazy import real
+from memlab.runtime.lazy import real, requires_grad
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
@@ -125,6 +126,7 @@ class Judgement:
             with in_groups(self._model, self._per_part, self._rows):
                 whole, inputs = self._run(self._whole, is_whole=True)
             directions = self._directions(whole.outputs, weights)
+            leading = _leading(whole.outputs.leaves)
             self._backward(whole.outputs, directions)
             self._check_backward(whole)
             if self.noise.computes_low:
@@ -166,7 +168,7 @@ class Judgement:
         goes_on = goes_on or not self.draws_on_host
         draws = self.noise.any_drawn or self.noise.draws_inside
         return SplitVerdict(
-            merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, draws
+            merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, leading, draws
         )
 
     def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
@@ -350,3 +352,11 @@ def _detached(leaf: Any) -> Any:
         return leaf
     value = real(leaf)
     return value.detach().requires_grad_() if value.requires_grad else value.detach()
+
+
+def _leading(leaves: Sequence[Any]) -> frozenset[int]:
+    """Positions of the outputs that others are computed from."""
+    edges = {
+        i: torch.autograd.graph.get_gradient_edge(real(each)) for i, each in enumerate(leaves) if requires_grad(each)
+    }
+    return frozenset(i for others in graphs.before(edges).values() for i in others)

@@ -118,7 +118,7 @@ class MicroRun:
         self._per_part = per_part
         self._snapshot: Surroundings | None = None
         self._leaves_something = False  # beside its output
-        self._handed_out: list[weakref.ref[torch.Tensor]] = []
+        self._leading: list[weakref.ref[torch.Tensor]] = []  # outputs that others are, or may be, computed from
 
     def outputs(self) -> Any:
         """Run all micro-batches and return what the model would have returned; leave elsewhere what it would have left."""
@@ -134,7 +134,9 @@ class MicroRun:
 
     def _leaves(self) -> list[Any]:
         values = _SplitCall.apply(self, *self._inputs.whole().values(), *self._aliases.originals)  # type: ignore[no-untyped-call]
-        self._handed_out = [weakref.ref(value) for value in values if value.requires_grad]
+        by_position = [(p, v) for p, v in zip(self._gathered.eager, values, strict=True) if v.requires_grad]
+        known = self._verdict.leading if self._verdict is not None else {p for p, _ in by_position[1:] and by_position}
+        self._leading = [weakref.ref(value) for position, value in by_position if position in known]
         return self._gathered.leaves(values)
 
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:
@@ -296,13 +298,10 @@ class MicroRun:
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The same, without a graph."""
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
-        alive = [tensor for ref in self._handed_out if (tensor := ref()) is not None]
-        if len(self._handed_out) > 1 and any(tensor.retains_grad for tensor in alive):
-            raise RefusalError(
-                _FIELD,
-                f"the loop asks for the gradient of an output of {type(self._model).__name__} (retain_grad)",
-                KEEP_WHOLE,
-            )
+        alive = [tensor for ref in self._leading if (tensor := ref()) is not None]
+        if by := next(filter(None, map(_asks_for_gradient, alive)), ""):
+            name = type(self._model).__name__
+            raise RefusalError(_FIELD, f"the loop asks for the gradient of an output of {name} ({by})", KEEP_WHOLE)
         if self._fused and not self._is_handed_over:
             self._scale_gathered(wanted.pop(self._gathered.loss, None))
         if wanted:
@@ -431,3 +430,8 @@ class _SplitCall(torch.autograd.Function):
         except MemlabError as refusal:
             run.told(refusal)
             raise
+
+
+def _asks_for_gradient(tensor: torch.Tensor) -> str:
+    """The function by which the loop asks for the gradient of a tensor; empty where it does not."""
+    return "retain_grad" if tensor.retains_grad else "register_hook" if tensor._backward_hooks else ""

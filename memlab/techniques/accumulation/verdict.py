@@ -33,6 +33,7 @@ class SplitVerdict:
     # whether numbers of Python and NumPy are drawn one after another, part by part; else each part draws the same
     goes_on: bool = True
     needs_graph: bool = False  # whether a call without gradients gives something else
+    leading: frozenset[int] = frozenset()  # outputs that others are computed from
     draws: bool = False  # whether the model draws random numbers with torch
 
     def knows(self, outputs: Outputs) -> bool:
