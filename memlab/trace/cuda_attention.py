@@ -7,7 +7,8 @@ Sources (pytorch): aten/src/ATen/native/transformers/cuda/sdp_utils.cpp `select_
 `priority_order`, `can_use_*_attention`; transformers/sdp_utils_cpp.h (as in the 2.13 wheel);
 transformers/attention.cpp `scaled_dot_product_attention`, `_scaled_dot_product_attention_math`.
 Differences between versions: cuDNN is not asked for dropout that is no multiple of 1/16 since
-https://github.com/pytorch/pytorch/pull/174245 (2.12). Builds are taken to be the wheels of PyPI, whose cuDNN
+https://github.com/pytorch/pytorch/pull/174245 (2.12); 2.11 asks it for more channels than 128 where they train, as seen on an
+H100. Builds are taken to be the wheels of PyPI, whose cuDNN
 is newer than 9.15.1, below which Hopper would not prefer it.
 
 Known limitations: nested tensors are handed on to the CPU's way.
@@ -233,7 +234,9 @@ def _are_channels_of_cudnn(attention: Attention, gpu: Gpu) -> bool:
     if max(query, value) <= 128 or (gpu.compute_capability[0] == 10 and (query, value) == (192, 128)):
         return True
     is_wide = gpu.compute_capability == (9, 0) or (gpu.compute_capability[0] == 10 and _VERSION >= (2, 14))
-    return is_wide and max(query, value) <= 256 and (not attention.trains or query == value == 256)
+    return (
+        is_wide and max(query, value) <= 256 and (not attention.trains or query == value == 256 or _VERSION < (2, 12))
+    )
 
 
 def _are_lengths_of_cudnn(attention: Attention, gpu: Gpu) -> bool:

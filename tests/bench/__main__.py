@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ def main() -> None:
 
 def runs(device: torch.device, pairs: int) -> dict[str, Callable[[], list[Figure]]]:
     """What measures figures, by name."""
+    with_browser = {"first paint": first_paint} if find_spec("playwright") else {}
     return {
         "watching": lambda: figures.watching(device, pairs),
         "rescuing": lambda: figures.rescuing(device, pairs),
@@ -65,7 +67,7 @@ def runs(device: torch.device, pairs: int) -> dict[str, Callable[[], list[Figure
         "arithmetic": lambda: figures.arithmetic(device),
         "plain cell": lambda: plain_cell(pairs),
         "live panel": live,
-        "first paint": first_paint,
+        **with_browser,
         "building": building,
         "offloading": lambda: offloading(device, pairs),
         "handover": handover,

@@ -15,6 +15,7 @@ from memlab.measuring.runs import training_step
 from memlab.measuring.steps import Meter
 from memlab.records import Category
 from memlab.records.comparison import Comparison
+from memlab.runtime.hooks import CALL
 from memlab.session import Session, fit, session_of
 from memlab.units import format_bytes
 from tests.bench.timing import paired
@@ -59,12 +60,12 @@ def watching(device: torch.device, pairs: int) -> list[Figure]:
 
     def bare() -> None:
         session.observers.only([])
-        handlers = workload.model.__dict__.pop("forward"), optimizer._optimizer_step_pre_hooks.copy()
+        handlers = workload.model.__dict__.pop(CALL), optimizer._optimizer_step_pre_hooks.copy()
         optimizer._optimizer_step_pre_hooks.clear()
         try:
             training_step(workload)
         finally:
-            workload.model.__dict__["forward"] = handlers[0]
+            workload.model.__dict__[CALL] = handlers[0]
             optimizer._optimizer_step_pre_hooks.update(handlers[1])
 
     # steps the meter observes in detail are rare and timed apart: leave them out of this ratio

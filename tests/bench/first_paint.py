@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 from tests.bench.figures import Figure
-from tests.browser.conftest import MILLISECONDS, chromium, jupyterlab, opened_notebook
-from tests.browser.test_panel import MAKE, PANEL
 
 _SECONDS = 1.0
 _MEGABYTES = 1.5
@@ -17,6 +15,10 @@ _TIMES = 5
 
 def first_paint() -> list[Figure]:
     """Open a panel several times, each in a kernel and a page of its own."""
+    # here, as no other figure needs Playwright
+    from tests.browser.conftest import MILLISECONDS, chromium, jupyterlab, opened_notebook
+    from tests.browser.test_panel import MAKE, PANEL
+
     took: list[float] = []
     traveled: list[int] = []
     with tempfile.TemporaryDirectory() as work, chromium() as browser, jupyterlab(Path(work)) as lab:

@@ -25,6 +25,7 @@ from memlab.measuring.runs import training_step
 from memlab.session import fit
 from tests.bench.workloads import gpt2
 from tests.emulated_gpu.unvalued import IS_EMULATED, without_judgement
+from tests.helpers.environment import with_path
 
 PLANS = ("", "--accumulate 4", "--accumulate 4 --checkpoint", "--fp16", "--adam8bit", "--offload optimizer,activations")
 COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "requested_bytes.all.peak", "num_alloc_retries")
@@ -40,7 +41,7 @@ def record(flags: str) -> dict[str, Any]:
         [sys.executable, "-m", "tests.golden.record", f"--only={flags}"],
         stdout=subprocess.PIPE,
         cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        env=with_path(_ROOT),
     ) as process:
         assert process.stdout is not None
         written = process.stdout.read()

@@ -9,6 +9,7 @@ from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category
+from memlab.runtime.cuda_room import workspaces
 from memlab.runtime.workload import Batch
 from memlab.units import GIB, MIB
 
@@ -49,7 +50,9 @@ def test_counters_agree_with_torch_and_the_ledger_explains_them(loop):
     assert measured.breakdown[Category.OPTIMIZER_STATE] >= 8 * count
     assert measured.peak_allocated_bytes >= torch.cuda.max_memory_allocated()
     seen = sum(size for name, size in measured.breakdown.items() if name not in (Category.WORKSPACES, Category.UNUSED))
-    assert 0.8 * measured.peak_allocated_bytes <= seen <= measured.peak_allocated_bytes
+    # on a large GPU those of cuBLAS take as much as such a model
+    least = 0.8 * (measured.peak_allocated_bytes - sum(workspaces(torch.cuda.get_device_capability())))
+    assert least <= seen <= measured.peak_allocated_bytes
     assert measured.peak_reserved_bytes is not None
     assert measured.peak_reserved_bytes >= measured.peak_allocated_bytes
 

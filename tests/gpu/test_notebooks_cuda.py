@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.environment import with_path
 from tests.helpers.needs import needs
 from tests.helpers.notebooks import NOTEBOOKS, build
 
@@ -37,7 +37,7 @@ def test_it_runs_to_its_end(name: str) -> None:
     notebook.cells.insert(0, nbformat.v4.new_code_cell(_SMALL))
     client = nbclient.NotebookClient(notebook, timeout=1200, kernel_name="python3")
     visible = {} if name == _OF_TWO else _ONE_GPU
-    client.execute(env={**os.environ, **builder.ENVIRONMENT, **_WORKSPACES, **visible, "PYTHONPATH": str(_ROOT)})
+    client.execute(env={**with_path(_ROOT), **builder.ENVIRONMENT, **_WORKSPACES, **visible})
     receipts = [
         output.data["text/plain"]
         for cell in notebook.cells

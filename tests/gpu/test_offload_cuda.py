@@ -16,6 +16,7 @@ from memlab.session.snapshot import Snapshot
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.activations import OffloadActivations
 from memlab.techniques.offload.link import Link
+from tests.bench import workloads
 from tests.driving import applied
 from tests.techniques.models import distance, gpt2, gradients, ragged_batch
 
@@ -134,10 +135,11 @@ def overlapped_share(run: object) -> float:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         run()  # type: ignore[operator]
         torch.cuda.synchronize()
+    names = sorted({event.name[:60] for event in profiled.events()})
     on_device = [event for event in profiled.events() if event.device_type is torch.autograd.DeviceType.CUDA]
     copies = [e.time_range for e in on_device if "HtoD" in e.name or "DtoH" in e.name]
     kernels = [e.time_range for e in on_device if not e.name.startswith(("Mem", "mem"))]
-    assert copies
+    assert copies, names
     assert kernels
     total = sum(copy.end - copy.start for copy in copies)
     shared = sum(max(0, min(c.end, k.end) - max(c.start, k.start)) for c in copies for k in kernels)
@@ -146,8 +148,9 @@ def overlapped_share(run: object) -> float:
 
 @pytest.mark.hardware("whether copies run beside kernels")
 @pytest.mark.parametrize("flags", ["--offload activations", "--offload optimizer"])
-def test_copies_run_beside_kernels(load: Workload, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_run_beside_kernels(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_link, "measured", lambda _device: STREAMED)
+    load = workloads.gpt2(torch.device("cuda"), batch=8, tokens=512)
     with fit(load, flags):
         for _ in range(3):
             training_step(load)
@@ -232,6 +235,8 @@ def test_checkpoints_and_undo_give_the_user_s_own_format(load: Workload, link: L
 
 
 def test_a_rescued_loop_trains_the_same(load: Workload, link: Link) -> None:
+    for group in load.optimizers[0].param_groups:
+        group["eps"] = 1e-5  # see above
     expected, found = (
         weights_after(load, flags, 5, rescue=True) for flags in ("", "--offload activations,optimizer --accumulate 2")
     )

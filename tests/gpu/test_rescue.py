@@ -325,13 +325,18 @@ def _milliseconds(work: Callable[[], object], repeats: int = 4) -> float:
 
 
 @pytest.mark.hardware("what a step costs")
-def test_rescue_costs_a_hundredth_of_a_step_at_most(both: Both) -> None:
+def test_rescue_costs_a_hundredth_of_a_step_at_most() -> None:
+    # a loop that is short of memory has the GPU busy, so what the guard computes on the host is done meanwhile
+    both = Both(CUDA, rows=128, width=1024)
+    for is_rescued in (True, False) * 3:
+        both.step(is_rescued=is_rescued)
     ratios = []
     for index in range(30):
         times = {}
         for is_rescued in (True, False) if index % 2 else (False, True):
             times[is_rescued] = _milliseconds(lambda on=is_rescued: both.step(is_rescued=on))
         ratios.append(times[True] / times[False])
+    both.close()
     assert statistics.median(ratios) <= 1.01
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.environment import with_path
 
 _ROOT = Path(__file__).parents[2]
 
@@ -18,7 +19,7 @@ def run_in_kernel(sources: Mapping[str, str]) -> dict[str, Any]:
 
     cells = [nbformat.v4.new_code_cell(source, id=name.replace("_", "-")) for name, source in sources.items()]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**with_path(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True)
     client.execute(env=environment)
     return dict(zip(sources, notebook.cells, strict=True))

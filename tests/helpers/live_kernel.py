@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import sys
 import time
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.environment import with_path
 
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_SECONDS = 120.0
@@ -184,8 +185,7 @@ def live_kernel(*paths: str) -> Iterator[LiveKernel]:
 
     manager = KernelManager(kernel_name="python3")
     manager.kernel_spec.argv[0] = sys.executable
-    path = os.pathsep.join([*paths, str(_ROOT)])
-    manager.start_kernel(env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
+    manager.start_kernel(env={**with_path(*paths, _ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
     client = manager.client()
     client.start_channels()
     try:
