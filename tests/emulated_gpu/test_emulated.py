@@ -160,6 +160,33 @@ def test_a_missing_wait_is_seen_as_a_wrong_value() -> None:
 
 
 @needs_late_streams
+def test_memory_of_two_streams_that_torch_asks_for_does_not_hurry_them() -> None:
+    out, back = torch.cuda.Stream(), torch.cuda.Stream()
+    source, home = torch.full((1 << 20,), 3.0, device=CUDA), torch.zeros(1 << 20, pin_memory=True)
+    there = torch.empty_like(source)
+    out.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(out):
+        home.copy_(source, non_blocking=True)
+    source.record_stream(out)
+    del source
+    held = [torch.empty(1 << 20, device=CUDA) for _ in range(20)]  # at each the allocator asks whether it may have it back
+    with torch.cuda.stream(back):
+        there.copy_(home, non_blocking=True)  # nobody waited for what is written there
+    back.synchronize()
+    assert (there == 0).all().item()
+    del held
+
+
+@needs_late_streams
+def test_who_asks_again_and_again_comes_to_an_end() -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.zeros(9, device=CUDA).copy_(torch.ones(9, pin_memory=True), non_blocking=True)
+    while not side.query():
+        pass
+
+
+@needs_late_streams
 def test_memory_given_back_too_early_is_seen_as_a_wrong_value() -> None:
     side = torch.cuda.Stream()
     block = torch.ones(1 << 20, device=CUDA)

@@ -75,12 +75,10 @@ def parts() -> Iterator[Part]:
         if "mark.memory" in text:
             yield Part(file, (*_MEMORY, *more))
         if file.name != _NOTEBOOKS:
-            yield Part(file, (*_VALUES, *more))
+            yield Part(file, (*_LATE, *more))  # a card is never early
             continue
         for source in sorted((_TESTS.parent / "notebooks" / "source").glob("*.md")):  # some minutes each
             yield Part(file, (*_VALUES, *more), f"test_it_runs_to_its_end[{source.stem}]")
-    for name in ("test_offload_cuda.py", "test_offload_params_cuda.py", "test_optimizers.py"):
-        yield Part(_TESTS / "gpu" / name, _LATE)
 
 
 def run_all(run: Run, wanted: Sequence[str]) -> int:

@@ -77,19 +77,15 @@ class Link:
         is_cuda = device.type == "cuda"
         self._in = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._leaving: dict[int, Any] = {}  # events of what was sent since all was settled, by the storage it goes to
 
     @property
     def overlaps(self) -> bool:
         """Return whether copies run beside computations."""
         return self._in is not None
 
-    def fetch(self, stored: torch.Tensor, *, was_just_sent: bool = False) -> Arrival:
-        """Begin to copy to the device.
-
-        Args:
-            stored: at rest.
-            was_just_sent: its values may still be on their way out.
-        """
+    def fetch(self, stored: torch.Tensor) -> Arrival:
+        """Begin to copy to the device what is at rest, or on its way there."""
         # an inference tensor could not take a parameter's version counter
         with torch.inference_mode(False), torch.no_grad():
             tensor = stored.new_empty_strided(stored.shape, stored.stride(), device=self.device)
@@ -97,8 +93,8 @@ class Link:
                 return Arrival(tensor.copy_(stored))
             # its memory may be that of a tensor which kernels that are queued still read
             self._in.wait_stream(torch.cuda.current_stream(self.device))
-            if was_just_sent and self._out is not None:
-                self._in.wait_stream(self._out)
+            if (sent := self._leaving.get(storage_of(stored))) is not None:
+                self._in.wait_event(sent)
             with torch.cuda.stream(self._in):
                 tensor.copy_(stored, non_blocking=True)
             tensor.record_stream(self._in)
@@ -114,12 +110,14 @@ class Link:
             with torch.cuda.stream(self._out):
                 stored.copy_(tensor, non_blocking=True)
             tensor.record_stream(self._out)
+            self._leaving[storage_of(stored)] = self._out.record_event()
 
     def settle(self) -> None:
         """Wait until nothing at rest is read or written any more."""
         for stream in (self._in, self._out):
             if stream is not None:
                 stream.synchronize()
+        self._leaving.clear()
 
 
 def room_for(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:

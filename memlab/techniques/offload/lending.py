@@ -126,7 +126,7 @@ class Lending(Watched):
             return
         if is_at_rest or parameter.device == link.device:
             with suppress(torch.OutOfMemoryError):
-                set_gradient(parameter, link.fetch(gradient, was_just_sent=True).there())
+                set_gradient(parameter, link.fetch(gradient).there())
             self._lent[id(parameter)] = parameter
             self._streaming.on_use(parameter)
 

@@ -444,11 +444,9 @@ class _Gradients:
 
     def _sum(self, gradient: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Both on the device, in the one that was there before where that is there: the loop may hold it."""
-        gradient, other = (t if t.device == self._link.device else self._fetched(t) for t in (gradient, before))
+        there = self._link.device
+        gradient, other = (t if t.device == there else self._link.fetch(t).there() for t in (gradient, before))
         return before.add_(gradient) if other is before else gradient.add_(other)
-
-    def _fetched(self, stored: torch.Tensor) -> torch.Tensor:
-        return self._link.fetch(stored, was_just_sent=True).there()
 
     def _rests(self, gradient: torch.Tensor) -> bool:
         return gradient.device != self._link.device or is_spilled(gradient.untyped_storage())
