@@ -36,7 +36,8 @@ class DeviceMemory:
         return address
 
 
-# a free block under its key: torch orders by stream, size and address (BlockComparatorSize)
+# a free block under its key: torch orders by stream, size, age of the segment (since 2.13,
+# https://github.com/pytorch/pytorch/pull/183591) and address; addresses here rise with age
 _Entry = tuple[int, int, "Block"]
 
 
