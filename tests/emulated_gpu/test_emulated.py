@@ -169,7 +169,9 @@ def test_memory_of_two_streams_that_torch_asks_for_does_not_hurry_them() -> None
         home.copy_(source, non_blocking=True)
     source.record_stream(out)
     del source
-    held = [torch.empty(1 << 20, device=CUDA) for _ in range(20)]  # at each the allocator asks whether it may have it back
+    held = [
+        torch.empty(1 << 20, device=CUDA) for _ in range(20)
+    ]  # at each the allocator asks whether it may have it back
     with torch.cuda.stream(back):
         there.copy_(home, non_blocking=True)  # nobody waited for what is written there
     back.synchronize()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from tests.emulated_gpu.unvalued import HAS_VALUES, IS_EMULATED, without_judgement
 
@@ -21,6 +23,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="memory is counted without --values"))
         elif not HAS_VALUES:
             item.add_marker(pytest.mark.skip(reason="computes values: run it with --values"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_of_other_tests() -> None:
+    """Free models in cycles: the allocator counts them wherever peaks are compared."""
+    if torch.cuda.is_available():
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,11 @@ nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
 pytestmark = [needs(gpu=1), pytest.mark.timeout(2400)]
 
 _ROOT = Path(__file__).parents[2]
-_SMALL = "from memlab.workshop import material; material._SIZES['small GPU'] = material._SIZES['cpu']"
+_SMALL = (
+    "from memlab.workshop import material; material._SIZES = dict.fromkeys(material._SIZES, material._SIZES['cpu'])"
+)
 # sizes in a notebook's own text
-_OWN_SIZES = re.compile(r'("cpu": (\(.+?\)), "small GPU": )\(.+?\)')
+_OWN_SIZES = re.compile(r'("cpu": (\(.+?\)), "small GPU": )\(.+?\)(, "large GPU": )\(.+?\)')
 # each thread's 8 MiB would be a large part of what models of that size need
 _WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 _NAMES = sorted(path.stem for path in NOTEBOOKS.glob("source/*.md"))
@@ -33,7 +35,7 @@ _ONE_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
 def test_it_runs_to_its_end(name: str) -> None:
     builder = build()
     text = (NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8")
-    notebook = builder.notebook_of(_OWN_SIZES.sub(r"\1\2", text))
+    notebook = builder.notebook_of(_OWN_SIZES.sub(r"\1\2\3\2", text))
     notebook.cells.insert(0, nbformat.v4.new_code_cell(_SMALL))
     client = nbclient.NotebookClient(notebook, timeout=1200, kernel_name="python3")
     visible = {} if name == _OF_TWO else _ONE_GPU

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab.hardware.gpus import gpu
+from memlab.techniques.checkpointing.selective import Products
 from memlab.trace.cuda_attention import Attention, attention_backend
 from memlab.trace.cuda_choices import cuda_choices
 from tests.trace.cuda_twins import Operators, fake
@@ -157,6 +158,16 @@ def test_math_adds_its_mask_in_place() -> None:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     assert operators.count("add_.Tensor") == 1
+
+
+def test_math_adds_its_mask_to_a_copy_where_operators_are_watched() -> None:
+    # as torch does: what selective checkpointing keeps of the product is then still there
+    q = fake(2, 4, 16, 62, trained=True)
+
+    with cuda_choices(gpu("A100 80GB")), Products().contexts()[0], Operators() as operators:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    assert (operators.count("add.Tensor"), operators.count("add_.Tensor")) == (1, 0)
 
 
 def test_real_tensors_take_the_cpus_way() -> None:
