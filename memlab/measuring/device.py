@@ -93,7 +93,7 @@ class Device:
         timeline: Iterable[TimelinePoint],  # of the step
         allocated_bytes: int | None,  # its peak, as the allocator counts
         reserved_bytes: int | None,  # likewise
-        elsewhere_bytes: int = 0,  # of what lived before it without being part of the loop, which has no category
+        elsewhere_bytes: int = 0,  # of what lived before it without being part of the loop
     ) -> dict[str, int]:
         """Live bytes by category at the peak of an observed step, and what the allocator holds beyond them."""
         highest = max(timeline, key=lambda point: point.total_bytes)
@@ -180,9 +180,12 @@ class CudaDevice(Device):
         elsewhere_bytes: int = 0,
     ) -> dict[str, int]:
         parts = super().breakdown(timeline, allocated_bytes, reserved_bytes)
-        seen_bytes = sum(parts.values()) + elsewhere_bytes
-        if allocated_bytes is not None and allocated_bytes > seen_bytes:
-            parts[str(Category.WORKSPACES)] = allocated_bytes - seen_bytes
+        rest_bytes = 0 if allocated_bytes is None else allocated_bytes - sum(parts.values())
+        rests = {
+            Category.ELSEWHERE: min(elsewhere_bytes, rest_bytes),
+            Category.WORKSPACES: rest_bytes - elsewhere_bytes,
+        }
+        parts |= {str(category): size for category, size in rests.items() if size > 0}
         if allocated_bytes is not None and reserved_bytes is not None and reserved_bytes > allocated_bytes:
             parts[str(Category.UNUSED)] = reserved_bytes - allocated_bytes
         return parts

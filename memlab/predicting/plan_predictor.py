@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from memlab.errors import MemlabError, RefusalError, TraceError
 from memlab.hardware.gpus import Gpu
+from memlab.measuring.device import device_for
+from memlab.measuring.ledger import Ledger, gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.runs import Workloads, each_of, require_complete
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget
@@ -35,8 +37,8 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category, Measurement
-from memlab.runtime.workload import needs_closure
-from memlab.session import require_compatible
+from memlab.runtime.workload import Batch, Workload, needs_closure
+from memlab.session import require_compatible, session_of
 from memlab.session.tape import tape_of
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.accumulation.split import row_ranges
@@ -136,6 +138,7 @@ class PlanPredictor:
         self._tape = tape_of([workload, *others])
         self._passes = Passes(self._tracer, self.target.rates_under)
         self._workspaces = levels({Category.WORKSPACES: sum(self.target.workspaces)})
+        self._elsewhere_bytes = _elsewhere_bytes([workload, *others]) if device is None else 0
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
         self._applied: Applied | None = None
@@ -208,12 +211,16 @@ class PlanPredictor:
         if self._tape is not None:
             is_woven = is_woven or len(self._tracer.twins) > 1 or not self._tape.ends_with_update
         parts = self._traced(plan) if is_woven else self._composed(plan)
-        if not self._holds_outputs or plan.accumulation > 1:
+        held_bytes = 0
+        if self._holds_outputs and plan.accumulation == 1:
+            # the ones of the step before live until this step's take their place
+            held_bytes = self._passes.large_outputs_bytes(of_model(plan))
+        # those that the loop holds at this moment were met there
+        elsewhere_bytes = max(0, self._elsewhere_bytes - held_bytes)
+        if not held_bytes and not elsewhere_bytes:
             return parts
-        # the ones of the step before live until this step's take their place
-        held_bytes = self._passes.large_outputs_bytes(of_model(plan))
-        base = added(parts.base, levels({Category.ACTIVATIONS: held_bytes}))
-        return replace(parts, base=base, inputs=(*parts.inputs, held_bytes))
+        base = added(parts.base, levels({Category.ACTIVATIONS: held_bytes, Category.ELSEWHERE: elsewhere_bytes}))
+        return replace(parts, base=base, inputs=(*parts.inputs, *filter(None, (held_bytes, elsewhere_bytes))))
 
     @property
     def _is_replayed(self) -> bool:
@@ -367,6 +374,23 @@ def _of_optimizers(plan: Plan) -> Plan:
     offload = tuple(item for item in plan.offload if item[0] is Offloaded.OPTIMIZER)
     precision = plan.precision if plan.precision is Precision.PURE_BF16 else Precision.KEEP
     return Plan(optimizer=plan.optimizer, offload=offload, precision=precision)
+
+
+def _elsewhere_bytes(workloads: Sequence[Workload]) -> int:
+    """Bytes on the GPU of some workloads of what is no part of them; those of the CPU are not known."""
+    on_gpu = workloads[0].device
+    if on_gpu.type != "cuda":
+        return 0
+    ledger = Ledger("cuda")
+    for each in workloads:
+        session = session_of(each.model)
+        held = () if session is None else session.in_force.held_tensors
+        ledger.know([*parameters_of(each.model), *gradients_of(each.model), *state_of(each.optimizers)])
+        ledger.know([*inputs_of(Batch.of(each.batch)), *((Category.PARAMETERS, tensor) for tensor in held)])
+    try:
+        return device_for(on_gpu).elsewhere_bytes(ledger.live_bytes)
+    finally:
+        ledger.close()
 
 
 def _sizes(trace: Trace, category: Category) -> dict[int, int]:

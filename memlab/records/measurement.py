@@ -52,6 +52,7 @@ class Category(StrEnum):
     ACTIVATIONS = "activations"
     CACHE = "KV cache"
     TEMPORARIES = "temporaries"
+    ELSEWHERE = "other tensors"  # on the device, and no part of the loop: another model of the notebook, data
     WORKSPACES = "workspaces"
     UNUSED = "unused but reserved"
 

@@ -37,6 +37,7 @@ _SWATCHES: dict[str, Swatch] = {
     Category.ACTIVATIONS: Swatch("#CC79A7", "\\\\", "\\"),
     Category.CACHE: Swatch("#F0E442", "++", "+"),
     Category.TEMPORARIES: Swatch("#56B4E9", "xx", "x"),
+    Category.ELSEWHERE: Swatch("#999933", "oo", "."),
     Category.WORKSPACES: Swatch("#D55E00", "--", "-"),
     Category.UNUSED: Swatch("#BDBDBD", "", ""),
     REST: Swatch("#8C8C8C", "||", "|"),

@@ -156,3 +156,17 @@ def test_steps_that_are_watched_count_as_others_do():
     assert sum(size for name, size in measured.breakdown.items() if name != Category.UNUSED) == pytest.approx(
         measured.peak_allocated_bytes, abs=1 * MIB
     )
+
+
+@pytest.mark.memory
+def test_what_is_no_part_of_the_loop_is_measured_and_predicted_alike():
+    other, data = torch.nn.Linear(4096, 4096).cuda(), torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 4096)).cuda()
+    batch = torch.zeros(4096, 1024, device="cuda"), torch.zeros(4096, dtype=torch.long, device="cuda")
+    workload = Workload(model, torch.optim.SGD(model.parameters()), batch=batch, loss_fn=F.cross_entropy)
+    measured = measure(workload, "", steps=2)
+    predicted = predict(workload)
+    held = data.nbytes + sum(parameter.nbytes for parameter in other.parameters())
+    for each in (measured, predicted):
+        assert each.breakdown[Category.ELSEWHERE] == pytest.approx(held, abs=2 * MIB)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, abs=4 * MIB)

@@ -126,7 +126,7 @@ def test_what_lived_before_and_is_no_part_of_the_loop_is_no_workspace(gpu):
     assert device.elsewhere_bytes(GIB) == GIB // 2 + MIB
     timeline = [TimelinePoint(0.0, Phase.STEP, {Category.PARAMETERS: GIB})]
     parts = device.breakdown(timeline, 3 * GIB, 3 * GIB, elsewhere_bytes=GIB // 2)
-    assert parts == {Category.PARAMETERS: GIB, Category.WORKSPACES: 3 * GIB // 2}
+    assert parts == {Category.PARAMETERS: GIB, Category.ELSEWHERE: GIB // 2, Category.WORKSPACES: 3 * GIB // 2}
     gpu.counters = False
     assert device.elsewhere_bytes(0) == 0
     assert CpuDevice().elsewhere_bytes(0) == 0

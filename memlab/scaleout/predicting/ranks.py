@@ -63,6 +63,7 @@ _PART_OF = {
     Category.ACTIVATIONS: ShardPart.ACTIVATIONS,
     Category.CACHE: ShardPart.ACTIVATIONS,
     Category.TEMPORARIES: ShardPart.TEMPORARIES,
+    Category.ELSEWHERE: ShardPart.WORKSPACES,
     Category.WORKSPACES: ShardPart.WORKSPACES,
     Category.UNUSED: ShardPart.WORKSPACES,
 }
