@@ -8,6 +8,7 @@ python -m tests.bench --show     show what was measured last, on every device
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import re
@@ -79,6 +80,7 @@ def figures_of(names: Iterable[str], device: torch.device, pairs: int) -> list[d
     found: list[Figure] = []
     for name in names:
         print(f"measuring {name} …", flush=True)
+        gc.collect()  # models of other figures
         found += runs(device, pairs)[name]()
     return [{**asdict(figure), "holds": figure.holds} for figure in found]
 
@@ -88,6 +90,7 @@ def measure(pairs: int) -> dict:
     device = fastest()
     found = figures_of(runs(device, pairs), device, pairs)
     print("measuring techniques …", flush=True)
+    gc.collect()
     record = RunRecord(without_timelines(figures.techniques(device)), versions=versions())
     return {
         "device": name_of(device),
