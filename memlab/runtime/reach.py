@@ -74,7 +74,9 @@ class ModuleHooks:
 
     def _now(self) -> dict[str, dict[int, Any]]:
         """Hooks and what was asked for with them, by table and number; without empty tables."""
-        tables = {key: self.attributes[key] for key in _HOOK_TABLES if self.attributes[key]}
+        tables = {key: table for key in _HOOK_TABLES if (table := self.attributes[key])}
+        if not tables:
+            return tables
         ours = {number for key in _HOOKS for number, hook in tables.get(key, {}).items() if is_ours(hook)}
         users = {key: {n: value for n, value in table.items() if n not in ours} for key, table in tables.items()}
         return {key: table for key, table in users.items() if table}
