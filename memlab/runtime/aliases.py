@@ -151,9 +151,24 @@ def version_of(gradient: torch.Tensor | None) -> int:
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give a tensor values that it had, unnoticed by a graph that has saved it, and its size where that is another now."""
     if tensor.shape == values.shape:
-        tensor.data.copy_(values)
+        overwrite(tensor.data, values)
     else:
         tensor.data = values.clone()
+
+
+def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values to a tensor; of an expanded one, several of whose elements lie in one place, each place once.
+
+    Example:
+        >>> rows = torch.arange(3).expand(2, 3)
+        >>> overwrite(rows, torch.tensor([[4, 5, 6], [4, 5, 6]]))
+        >>> rows.tolist()
+        [[4, 5, 6], [4, 5, 6]]
+    """
+    if tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride():
+        once = tuple(slice(None) if stride else slice(0, 1) for stride in tensor.stride())
+        tensor, values = tensor[once], values[once]
+    tensor.copy_(values)
 
 
 def is_in_shared_memory(tensor: torch.Tensor) -> bool:

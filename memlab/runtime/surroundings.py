@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
-from memlab.runtime.aliases import put_back
+from memlab.runtime.aliases import overwrite, put_back
 from memlab.runtime.containers import Effect
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
@@ -188,7 +188,7 @@ class _Tensor:
             put_back(self.tensor, value)
             return
         with torch.no_grad():
-            self.tensor.detach().copy_(value)
+            overwrite(self.tensor.detach(), value)
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memlab.plan import Tier
+from memlab.runtime.aliases import overwrite
 from memlab.runtime.model_state import State
 from memlab.runtime.state_layers import PackedState
 from memlab.runtime.workload import Workload
@@ -69,7 +70,7 @@ class Snapshot:
         self._reached.restore()
         with torch.no_grad():
             for name, tensor in chain(workload.model.named_parameters(), workload.model.named_buffers()):
-                tensor.copy_(self._tensors[name])
+                overwrite(tensor, self._tensors[name])
             for name, parameter in workload.model.named_parameters():
                 saved = self._gradients.get(name)
                 parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)

@@ -7,7 +7,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from memlab.measuring.ledger import Ledger
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.model_state import State
 from memlab.session import Session
+from memlab.session.snapshot import Snapshot
 from tests.loops import cases
 from tests.loops.cases import Tower, causal_batch, gpt2, llama
 from tests.rescue.faults import Faults
@@ -774,3 +775,35 @@ def test_the_peak_is_that_of_the_loop_alone(loop: str) -> None:
     alone, guarded = peak(loop, guarded=False), peak(loop, guarded=True)
     gradients = sum(p.nbytes for p in _LOOPS[loop][0]().parameters())
     assert guarded <= 1.01 * alone + 1024 + (gradients if loop in _MEETING else 0)
+
+
+@pytest.mark.parametrize("nth", [5, 12, 40, 120])
+def test_expanded_tensors_are_put_back(nth: int) -> None:
+    """An argument, a buffer and an attribute, several of whose elements lie in one place, as `arange(n).expand(rows, n)` has them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.body, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+            self.register_buffer("mask", torch.ones(1, 4, 1).expand(6, 4, 1))
+            self.scale = torch.ones(1, 1, 8).expand(6, 4, 8)
+
+        def forward(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            hidden = self.places(at) + rows * self.mask[: len(rows)] * self.scale[: len(rows)]
+            return self.head(self.body(hidden).relu().mean(1))
+
+    def losses(faults: Sequence[int]) -> list[float]:
+        torch.manual_seed(0)
+        model, rows, at = Net().double(), torch.randn(6, 4, 8).double(), torch.arange(4).expand(6, 4)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        with fit(Workload(model, optimizer), rescue=True), Faults(list(faults)):
+            for _ in range(3):
+                loss = nn.functional.cross_entropy(model(rows, at), torch.arange(6) % 3)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        Snapshot(Workload(model, optimizer)).restore()
+        return found
+
+    assert losses([nth]) == pytest.approx(losses([]), rel=1e-9)
