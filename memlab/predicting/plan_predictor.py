@@ -164,11 +164,12 @@ class PlanPredictor:
         if plan.accumulation > 1 or self._tape is not None:
             return
         try:
-            predicted_bytes = sum(self.parts(plan).peak())
+            predicted_bytes = sum(self.parts(plan).peak()) - self._elsewhere_bytes
         except (RefusalError, TraceError):
             return  # a plan that cannot be predicted says nothing of others
         output_bytes = self._passes.large_outputs_bytes(of_model(plan))
-        more_bytes = measured.peak_allocated_bytes - predicted_bytes
+        own_bytes = measured.peak_allocated_bytes - measured.breakdown.get(Category.ELSEWHERE, 0)
+        more_bytes = own_bytes - predicted_bytes
         self._holds_outputs = abs(more_bytes - output_bytes) < _ALIKE_SHARE * output_bytes
 
     @property
@@ -211,12 +212,13 @@ class PlanPredictor:
         if self._tape is not None:
             is_woven = is_woven or len(self._tracer.twins) > 1 or not self._tape.ends_with_update
         parts = self._traced(plan) if is_woven else self._composed(plan)
-        held_bytes = 0
-        if self._holds_outputs and plan.accumulation == 1:
-            # the ones of the step before live until this step's take their place
-            held_bytes = self._passes.large_outputs_bytes(of_model(plan))
-        # those that the loop holds at this moment were met there
-        elsewhere_bytes = max(0, self._elsewhere_bytes - held_bytes)
+        held_bytes, elsewhere_bytes = 0, self._elsewhere_bytes
+        if self._holds_outputs:
+            if plan.accumulation == 1:
+                # the ones of the step before live until this step's take their place
+                held_bytes = self._passes.large_outputs_bytes(of_model(plan))
+            if elsewhere_bytes:  # those of the last step are among what lives at this moment
+                elsewhere_bytes = max(0, elsewhere_bytes - self._passes.large_outputs_bytes(of_model(Plan())))
         if not held_bytes and not elsewhere_bytes:
             return parts
         base = added(parts.base, levels({Category.ACTIVATIONS: held_bytes, Category.ELSEWHERE: elsewhere_bytes}))
