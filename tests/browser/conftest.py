@@ -20,6 +20,7 @@ import pytest
 from tests.helpers.ports import free_port
 
 _ROOT = Path(__file__).parents[2]
+_TRIES, _SECONDS_TO_START = 4, 5.0
 _CHROMIUM = Path("/usr/bin/chromium")
 _QUIET = (
     "--no-sandbox",
@@ -131,9 +132,16 @@ class OpenNotebook:
         return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").nth(number)
 
     def run(self, number: int) -> None:
-        """Run a cell, without waiting for its end."""
-        self.cell(number).locator(".cm-content").click()
-        self.page.keyboard.press("Shift+Enter")
+        """Run a cell, without waiting for its end; a page that has just come may not listen yet."""
+        before = self.cell(number).locator(".jp-InputPrompt").inner_text()
+        for _ in range(1 if "*" in before else _TRIES):
+            self.cell(number).locator(".cm-content").click()
+            self.page.keyboard.press("Shift+Enter")
+            until = time.monotonic() + _SECONDS_TO_START
+            while time.monotonic() < until:
+                if self.cell(number).locator(".jp-InputPrompt").inner_text() != before:
+                    return
+                self.page.wait_for_timeout(50)
 
     def is_running(self, number: int) -> bool:
         """Whether a cell waits or runs."""
