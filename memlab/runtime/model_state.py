@@ -151,7 +151,7 @@ class State(Walk):
         if self._tensors:
             tensors = self._tensors
             self._contents = [
-                (container, {key: _held(value, tensors) for key, value in items.items()} if _may_hold(items) else items)
+                (container, {key: _held(value, tensors) for key, value in items.items()})
                 for container, items in self._contents
             ]
         self._tensors_kept = list(self._tensors.values())
@@ -261,11 +261,6 @@ def _keeps_statistics(module: nn.Module) -> bool:
     """Return whether a module is the user's own, or a list of parameters for such a one; torch's keep theirs in buffers."""
     is_own = not type(module).__module__.startswith("torch.")
     return bool(module._parameters) and (is_own or isinstance(module, (nn.ParameterList, nn.ParameterDict)))
-
-
-def _may_hold(items: Items) -> bool:
-    """Return whether tensors may be among some values; of most modules none are, at no cost."""
-    return any(kind is tuple or issubclass(kind, torch.Tensor) for kind in set(map(type, items.values())))
 
 
 def _held(value: Any, tensors: dict[int, KeptTensor]) -> Any:

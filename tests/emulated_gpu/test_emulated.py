@@ -160,7 +160,7 @@ def test_a_missing_wait_is_seen_as_a_wrong_value() -> None:
 
 
 @needs_late_streams
-def test_memory_of_two_streams_that_torch_asks_for_does_not_hurry_them() -> None:
+def test_the_allocators_queries_complete_no_copy() -> None:
     out, back = torch.cuda.Stream(), torch.cuda.Stream()
     source, home = torch.full((1 << 20,), 3.0, device=CUDA), torch.zeros(1 << 20, pin_memory=True)
     there = torch.empty_like(source)
@@ -180,7 +180,7 @@ def test_memory_of_two_streams_that_torch_asks_for_does_not_hurry_them() -> None
 
 
 @needs_late_streams
-def test_who_asks_again_and_again_comes_to_an_end() -> None:
+def test_a_loop_of_queries_ends() -> None:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.zeros(9, device=CUDA).copy_(torch.ones(9, pin_memory=True), non_blocking=True)

@@ -134,9 +134,10 @@ class MicroRun:
 
     def _leaves(self) -> list[Any]:
         values = _SplitCall.apply(self, *self._inputs.whole().values(), *self._aliases.originals)  # type: ignore[no-untyped-call]
-        by_position = [(p, v) for p, v in zip(self._gathered.eager, values, strict=True) if v.requires_grad]
-        known = self._verdict.leading if self._verdict is not None else {p for p, _ in by_position[1:] and by_position}
-        self._leading = [weakref.ref(value) for position, value in by_position if position in known]
+        handed_out = {p: v for p, v in zip(self._gathered.eager, values, strict=True) if v.requires_grad}
+        possible = handed_out.keys() if len(handed_out) > 1 else frozenset()
+        leading = possible if self._verdict is None else possible & self._verdict.leading
+        self._leading = [weakref.ref(handed_out[position]) for position in leading]
         return self._gathered.leaves(values)
 
     def _lazy(self, position: int, joined: Joined) -> LazyTensor:

@@ -41,7 +41,7 @@ struct Stream {
   unsigned asked = 0;
 };
 
-constexpr unsigned patience = 10000;
+constexpr unsigned queries_without_progress = 10000;
 std::set<Stream *> &streams = *new std::set<Stream *>;
 Stream &default_stream = *new Stream{};
 
@@ -125,7 +125,7 @@ API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Lock lock(mutex);
   Stream *stream = stream_of(handle);
   if (stream->pending.empty()) return cudaSuccess;
-  if (++stream->asked > patience) do_one(stream);
+  if (++stream->asked > queries_without_progress) do_one(stream);
   return cudaErrorNotReady;
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
@@ -189,7 +189,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(mutex);
   const MomentPointer &moment = ((Event *)event)->latest;
   if (!moment || moment->reached) return cudaSuccess;
-  if (++moment->asked > patience) do_one(moment->stream);
+  if (++moment->asked > queries_without_progress) do_one(moment->stream);
   return cudaErrorNotReady;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
