@@ -1,5 +1,7 @@
 """The CUDA device on a real GPU: counters, events, capacity and categories."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from memlab import Workload, measure, predict
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
+from memlab.predicting.plan_predictor import PlanPredictor
+from memlab.predicting.segments import by_name
 from memlab.records import Category
 from memlab.runtime.cuda_room import workspaces
 from memlab.runtime.workload import Batch
@@ -170,3 +174,22 @@ def test_what_is_no_part_of_the_loop_is_measured_and_predicted_alike():
     for each in (measured, predicted):
         assert each.breakdown[Category.ELSEWHERE] == pytest.approx(held, abs=2 * MIB)
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, abs=4 * MIB)
+
+
+@pytest.mark.memory
+def test_an_output_that_the_loop_keeps_is_no_other_tensor():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 8192)).cuda()
+    batch = torch.zeros(4096, 256, device="cuda"), torch.zeros(4096, dtype=torch.long, device="cuda")
+    workload = Workload(model, torch.optim.SGD(model.parameters()), batch=batch, loss_fn=F.cross_entropy)
+    measured = measure(workload, "", steps=2)
+    kept = model(batch[0]).detach()  # by the loop's last step, as `out = model(…)` does
+    predictor = PlanPredictor(workload)
+
+    def elsewhere(flags: str) -> int:
+        return by_name(predictor.parts(Plan.parse(flags)).base).get(Category.ELSEWHERE, 0)
+
+    before = elsewhere("")
+    assert before >= kept.nbytes
+    predictor.learn(replace(measured, peak_allocated_bytes=measured.peak_allocated_bytes + kept.nbytes))
+    for flags in ("", "--accumulate 4"):
+        assert elsewhere(flags) == pytest.approx(before - kept.nbytes, abs=1 * MIB)
