@@ -86,7 +86,11 @@ def test_the_core_needs_only_the_standard_library(part: str) -> None:
 
 
 # tests of the core that end within seconds, and between them run a session, a prediction and a cell
-OF_THE_CORE = ("tests/session/test_trial.py", "tests/search/test_finding.py", "tests/jupyter/test_which_model.py")
+OF_THE_CORE = (
+    "tests/session/test_trial.py::test_a_loop_goes_on_as_if_nothing_had_been_asked",
+    "tests/search/test_finding.py::test_choosing_says_what_goes_on",
+    "tests/jupyter/test_which_model.py",
+)
 
 
 def test_the_core_stands_without_its_guests(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 - `targets`: the device to predict for; `reserved`: two steps replayed through the simulated allocator; `snapshots`: a predicted memory snapshot
 """
 
-from memlab.predicting.plans import predict, predict_all, predict_each
+from memlab.predicting.plans import predict, predict_all, predict_each, predicting
 from memlab.predicting.snapshots import save_snapshot
 
-__all__ = ["predict", "predict_all", "predict_each", "save_snapshot"]
+__all__ = ["predict", "predict_all", "predict_each", "predicting", "save_snapshot"]

@@ -64,7 +64,7 @@ def predict(
     if not isinstance(workload, Workload) and tape_of(workload) is None:
         raise WorkloadError("predict: no step of a loop that trains these models is recorded; use predict_all")
     predictor = _predictor(workload, device, measured)
-    return _calibrated([_prediction(predictor, wanted)], measured, predictor)[0]
+    return _scaled(_prediction(predictor, wanted), _calibration(measured, predictor))
 
 
 def predict_all(
@@ -93,18 +93,42 @@ def predict_all(
         WorkloadError: no batch or no optimizer.
         MemlabError: no such GPU in the catalogue.
     """
+    return predicting(workload, device, measured=measured, progress=progress)(plans)
+
+
+Predicting = Callable[[Iterable[Plan | str] | None], list[Prediction]]
+
+
+def predicting(
+    workload: Workloads,
+    device: str | Gpu | None = None,
+    *,
+    measured: Measurement | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Predicting:
+    """Return what predicts plans, some at a time, and keeps what it has traced; arguments, plans and errors as of `predict_all`."""
     if not isinstance(workload, Workload) and tape_of(workload) is None:
-        asked = None if plans is None else list(plans)
-        of_each = [predict_all(each, device, plans=asked, progress=progress) for each in workload]
-        return of_all(of_each, [each.name for each in workload])
+        for_each = [predicting(each, device, progress=progress) for each in workload]
+        names = [each.name for each in workload]
+
+        def of_several(plans: Iterable[Plan | str] | None) -> list[Prediction]:
+            asked = None if plans is None else list(plans)
+            return of_all([of_one(asked) for of_one in for_each], names)
+
+        return of_several
     predictor = _predictor(workload, device, measured)
-    wanted = _plans(predictor, plans, predictor.rows)
+    factor = _calibration(measured, predictor)
     say = progress or say_when_long("predicting")
-    predictions = []
-    for number, plan in enumerate(wanted, 1):
-        say(f"{number} of {len(wanted)}: {plan.label}")
-        predictions.append(_prediction_or_refusal(predictor, plan))
-    return _calibrated(predictions, measured, predictor)
+    made: list[Prediction] = []
+
+    def of_these(plans: Iterable[Plan | str] | None) -> list[Prediction]:
+        wanted, before = _plans(predictor, plans, predictor.rows), len(made)
+        for plan in wanted:
+            say(f"{len(made) + 1} of {before + len(wanted)}: {plan.label}")
+            made.append(_scaled(_prediction_or_refusal(predictor, plan), factor))
+        return made[before:]
+
+    return of_these
 
 
 def predict_each(
@@ -119,7 +143,7 @@ def predict_each(
 
 def predicted_by(predictor: PlanPredictor, plan: Plan, measured: Measurement | None = None) -> Prediction:
     """Predict one plan, keeping what was traced for the next one; a plan that does not apply says why in `refused`."""
-    return _calibrated([_prediction_or_refusal(predictor, plan)], measured, predictor)[0]
+    return _scaled(_prediction_or_refusal(predictor, plan), _calibration(measured, predictor))
 
 
 def _predictor(workload: Workloads, device: str | Gpu | None, measured: Measurement | None) -> PlanPredictor:
@@ -193,23 +217,21 @@ def _timeline(parts: Parts) -> tuple[TimelinePoint, ...]:
     return thin(points)
 
 
-def _calibrated(
-    predictions: list[Prediction], measured: Measurement | None, predictor: PlanPredictor
-) -> list[Prediction]:
-    """Times put right by one that was measured."""
+def _calibration(measured: Measurement | None, predictor: PlanPredictor) -> float | None:
+    """Return measured over predicted seconds of a step; None where there is nothing to say of it."""
     if measured is None or not measured.step_seconds:
-        return predictions
+        return None
     try:
         own = predictor.parts(Plan.of_label(measured.plan))
     except (RefusalError, TraceError):
-        return predictions  # a plan that cannot be predicted says nothing of others
+        return None  # a plan that cannot be predicted says nothing of others
     factor = measured.median_step_seconds / own.seconds
-    if not math.isfinite(factor):
-        return predictions
-    return [_scaled(prediction, factor) for prediction in predictions]
+    return factor if math.isfinite(factor) else None
 
 
-def _scaled(prediction: Prediction, factor: float) -> Prediction:
+def _scaled(prediction: Prediction, factor: float | None) -> Prediction:
+    if factor is None:
+        return prediction
     seconds = prediction.step_seconds * factor
     return replace(
         prediction,

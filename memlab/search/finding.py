@@ -18,6 +18,7 @@ Rules of the search:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -30,7 +31,7 @@ from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import Workloads, each_of, measure, row_of_failure, rows_of, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
-from memlab.predicting import predict_all
+from memlab.predicting import predict_all, predicting
 from memlab.records import Measurement, Prediction
 from memlab.records.comparison import FoundPlan
 from memlab.runtime.out_of_memory import collect
@@ -111,8 +112,8 @@ def choose_plan(
         progress: called with a line before each prediction; by default as for `find_plan`.
 
     Returns:
-        The plan, and the predictions of all plans considered. It is `fixed` itself where that fits. Where nothing
-        fits for certain, it is the plan most likely to fit.
+        The plan, and what was predicted. It is `fixed` itself where that fits, and nothing else is predicted then. Where
+        nothing fits for certain, it is the plan most likely to fit.
 
     Raises:
         BudgetError: every plan is predicted not to fit.
@@ -120,14 +121,30 @@ def choose_plan(
         WorkloadError: no batch or no optimizer, or every plan with the settings in `fixed` is refused.
     """
     plans = considered(workload, device, fixed, lossless=lossless)
-    predictions = predict_all(workload, device, plans=plans, measured=measured, progress=_of_predictions(progress))
-    search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
-    if search.fits_for_certain(plans[0]):
+    predict = predicting(workload, device, measured=measured, progress=_of_predictions(progress))
+    predictions = predict(plans[:1])
+    if _fits(predictions[0], budget_bytes):
         return plans[0], predictions
+    # micro-batches, which take longest to predict and make no step shorter: only where they could be the fastest that fits
+    split = defaultdict(list)
+    for plan in plans[1:]:
+        whole = replace(plan, accumulation=fixed.accumulation)
+        split[whole if whole in plans else plan].append(plan)
+    predictions += predict([plan for plan in split if plan != plans[0]])
+    seconds = {Plan.of_label(each.plan): each.step_seconds for each in predictions}
+    for plan in sorted(seconds, key=lambda plan: (math.isfinite(seconds[plan]), seconds[plan])):
+        fastest = min((each.step_seconds for each in predictions if _fits(each, budget_bytes)), default=math.inf)
+        if not seconds[plan] >= fastest:  # nor where no time is known
+            predictions += predict([each for each in split[plan] if each != plan])
+    search = Search(describe_all(each_of(workload)), budget_bytes, plans, predictions)
     chosen = search.most_promising()
     if chosen is None:
         raise search.nothing_left()
     return chosen, predictions
+
+
+def _fits(prediction: Prediction, budget_bytes: int) -> bool:
+    return not prediction.refused and prediction.interval_bytes[1] <= budget_bytes
 
 
 def bytes_of(budget: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.kernel import run_in_kernel, text_of
+from tests.helpers.kernel import frames_of_memlab, run_in_kernel, text_of
 
 pytest.importorskip("nbclient", reason="needs nbclient")
 pytest.importorskip("ipykernel", reason="needs ipykernel")
@@ -71,7 +71,7 @@ def test_the_traceback_is_shown_whole_and_the_notice_below_it(ran: dict[str, Any
     outputs = ran[name].outputs
     error, *between, notice = outputs[kinds(ran[name]).index("error") :]
     # once something stood between, in a run of which no more is known: others may write there, memlab may not
-    assert all(each.get("name") == "stderr" and "memlab" not in each.text for each in between), outputs
+    assert all(each.get("name") == "stderr" and not frames_of_memlab(each.text) for each in between), outputs
     assert notice.output_type == "stream", outputs
     assert [line for line in error.traceback if "train" in line]
     assert [line for line in error.traceback if "attend" in line]

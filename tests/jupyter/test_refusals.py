@@ -283,6 +283,7 @@ INTERRUPT = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("flags", ["", "--accumulate 4", "--adam8bit --fp16", "--offload optimizer,activations"])
 @pytest.mark.parametrize("where", INTERRUPT)
 def test_interrupt(shell: Any, made: Cell, where: str, flags: str) -> None:

@@ -70,6 +70,7 @@ def texts(shell: Any, cell: Cell) -> Cell:
     return cell
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loop", [LOOP, OWN_CRITERION], ids=["loss of the model", "loss of the loop"])
 def test_a_loop_over_mixed_lengths_runs_to_the_end_on_a_device_too_small(shell: Any, texts: Cell, loop: str) -> None:
     texts(f"model, optimizer = fresh()\n{loop}\nexpected, reference = losses, model")

@@ -83,7 +83,7 @@ def assert_same(found: tuple[list[float], torch.nn.Module], expected: tuple[list
         assert float((mine - theirs).norm()) <= 1e-3 * float(theirs.norm()) + 1e-4
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "plan", ["--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --offload activations"]
 )
@@ -94,6 +94,7 @@ def test_fused_form(name: str, plan: str) -> None:
     assert_same(under_memlab(case, plan), accumulating_by_hand(case))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "plan", ["--accumulate 4", "--accumulate 4 --checkpoint", "--accumulate 4 --offload activations"]
 )
@@ -107,6 +108,7 @@ def test_replay_form(plan: str) -> None:
     assert_same(under_memlab(case, plan), joining_by_hand(case, loss_of))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["--accumulate 4", "--accumulate 4 --checkpoint"])
 def test_contrastive_loss_over_the_whole_batch(plan: str) -> None:
     case = replace(CASES["contrastive"], build=lambda: TwoTowers(0.1))

@@ -333,7 +333,7 @@ def scaled(dtype: torch.dtype, *, clips: bool = False, enabled: bool = True, dev
 HALF = {torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.few
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["tied", "tied-criterion"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

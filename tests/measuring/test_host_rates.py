@@ -59,6 +59,7 @@ def test_nothing_is_measured_at_import() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("surroundings", ["plain", "no_grad", "inference", "autocast", "fake"])
 def test_the_surroundings_stay_as_they_are(surroundings: str) -> None:
     contexts = {

@@ -34,6 +34,7 @@ def test_bert_large_on_a_v100() -> None:
     assert rows[0].speed_ratio == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.full
 def test_llama_3b_on_an_a100() -> None:
     as_written, checkpointed = predicted_llama([LLAMA[0], LLAMA[2]])
 

@@ -129,7 +129,7 @@ def test_torch_opens_the_file(speaker: Workload, save: Any, device: str | None) 
     assert "add_local_files" in _memory_viz.segment_plot(viz)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_predicted_trace_has_the_peak_of_the_prediction(speaker: Workload, save: Any, plan: str) -> None:
     sums = Sums(save(speaker, plan))
@@ -152,13 +152,14 @@ def test_for_a_gpu_workspaces_come_on_top_and_segments_are_as_predicted(
     assert abs(sums.peak_reserved_bytes - prediction.peak_reserved_bytes) <= SMALL_SEGMENT_BYTES
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_trace_agrees_with_what_is_measured(speaker: Workload, save: Any, plan: str) -> None:
     measured_bytes = measure(speaker, plan, 1).peak_allocated_bytes
     assert Sums(save(speaker, plan)).peak_bytes == pytest.approx(measured_bytes, rel=0.005)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["", "--accumulate 4", "--adam8bit"])
 def test_only_what_outlives_steps_is_alive_at_the_end(speaker: Workload, save: Any, plan: str) -> None:
     viz = save(speaker, plan)

@@ -22,6 +22,7 @@ from tests.helpers.interruptions import at_line, campaign
 pytestmark = pytest.mark.usefixtures("pythons_own_handler")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("plan", "rescue", "zeroes"),
     [

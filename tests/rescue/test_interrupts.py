@@ -78,7 +78,7 @@ def seen(old: str, new: str, where: tuple[str, ...], event: str) -> int:
     return moment.seen
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("old", "new"), PLAN_PAIRS, ids=lambda plan: plan or "nothing")
 def test_at_calls_anywhere(old: str, new: str) -> None:
     switches = Switches(old, new)
@@ -109,6 +109,7 @@ def test_at_any_opcode_of_what_holds_it_back(file: str) -> None:
     switches.end()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("old", "new"), [("--fp16", "--adam8bit"), ("--precision pure-bf16 --offload optimizer", "--optim adafactor")]
 )
@@ -126,7 +127,7 @@ def test_while_a_session_begins() -> None:
     """Nobody would get the session, so there must be none."""
     nth, reached = 0, True
     while reached:
-        nth += 9
+        nth += 23
         model = Small()
         optimizer = torch.optim.AdamW(model.parameters())
         for parameter in model.parameters():
@@ -155,7 +156,7 @@ def test_an_undo_is_completed() -> None:
         expected = {**run.contents(), "plan": None}
     nth, reached = 0, True
     while reached:
-        nth += 23
+        nth += 47
         run = Run(plan)
         try:
             with happening(interrupt, nth) as moment:

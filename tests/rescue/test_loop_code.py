@@ -377,7 +377,7 @@ def _plain(model: nn.Module) -> torch.Tensor:
     return F.cross_entropy(model(inputs) * 2.0, targets)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("has_gradients", [False, True])
 @pytest.mark.parametrize("loss_of", [_plain, _two_calls, _penalty])
 @pytest.mark.parametrize("way", ["method", "function", "kept", "grad"])

@@ -165,7 +165,7 @@ def lossless(plan: str) -> bool:
     return not any(flag in plan for flag in ("16", "8bit", "--optim"))
 
 
-@sequences(40, 1000)
+@sequences(20, 1000)
 @given(moves(plans()), st.sampled_from(["gpt2", "tied", "tied-criterion"]))
 def test_exact_plans_change_nothing(sequence: list[Move], name: str) -> None:
     losses, _ = run(CASES[name], sequence)
@@ -173,7 +173,7 @@ def test_exact_plans_change_nothing(sequence: list[Move], name: str) -> None:
 
 
 @pytest.mark.full
-@sequences(15, 300)
+@sequences(8, 300)
 @given(moves(plans(("", *_STATED))), st.sampled_from(_LOSSY_CASES))
 def test_lossy_plans_stay_within_their_tolerance(sequence: list[Move], name: str) -> None:
     losses, _ = run(CASES[name], sequence)

@@ -78,9 +78,16 @@ def test_choosing_runs_nothing(load: Workload, monkeypatch: pytest.MonkeyPatch) 
     predictions = predict_all(load, plans=FEW)
     whole, smallest = (choose([p.interval_bytes[1] for p in predictions]) for choose in (max, min))
     assert choose_plan(load, whole)[0] == Plan()
-    chosen, predicted = choose_plan(load, smallest)
-    assert chosen.label == min(predictions, key=lambda p: p.interval_bytes[1]).plan
-    assert [p.plan for p in predicted] == [plan.label for plan in FEW]
+    assert [p.plan for p in choose_plan(load, whole)[1]] == ["as written"]
+    for budget_bytes in sorted(p.interval_bytes[1] for p in predictions)[1:5:3]:
+        chosen, predicted = choose_plan(load, budget_bytes)
+        fitting = [p for p in predictions if p.interval_bytes[1] <= budget_bytes]
+        assert chosen.label == min(fitting, key=lambda p: p.step_seconds).plan
+        assert predicted[0] == predictions[0]
+        assert {p.plan for p in predicted} <= {plan.label for plan in FEW}
+    assert chosen == FEW[2]  # beside micro-batches it is no faster, and that is not predicted
+    assert FEW[4].label not in [p.plan for p in predicted]
+    assert {p.plan for p in choose_plan(load, smallest)[1]} == {plan.label for plan in FEW}
     with pytest.raises(BudgetError, match=r"^nothing fits into 1.0 KiB for GPT2LMHeadModel "):
         choose_plan(load, 1024)
 
@@ -111,8 +118,11 @@ def test_without_a_batch_the_error_says_so(load: Workload, loss_fn: Callable[...
 
 def test_choosing_says_what_goes_on(load: Workload) -> None:
     lines: list[str] = []
-    choose_plan(load, 2**30, progress=lines.append)
-    assert lines == [f"predicting, {n} of {len(FEW)}: {plan.label}" for n, plan in enumerate(FEW, 1)]
+    with pytest.raises(BudgetError):
+        choose_plan(load, 1024, progress=lines.append)
+    assert lines[0] == "predicting, 1 of 1: as written"
+    assert lines[1:4] == [f"predicting, {n} of 4: {FEW[i].label}" for n, i in ((2, 1), (3, 2), (4, 5))]
+    assert {line.partition(": ")[2] for line in lines} == {plan.label for plan in FEW}
 
 
 @pytest.mark.parametrize(("device", "half"), [(None, "bf16"), ("cpu", "bf16"), ("t4", "fp16"), ("L4", "bf16"),

@@ -85,6 +85,7 @@ def peak_of(model: Any) -> int:
     return ledger.peak_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiled", [whole, in_place, by_parts])
 def test_checkpointing_compiles_once_and_undo_compiles_nothing(compiled: Any) -> None:
     expected = train(*made(compiled), steps=6)
@@ -173,6 +174,7 @@ def test_what_cannot_work_is_refused(backend: str, flags: str, said: str) -> Non
     assert str(refused.value).partition(": ")[2] == said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "flags",
     [

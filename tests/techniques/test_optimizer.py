@@ -68,6 +68,7 @@ def switched_losses(make: Make, lr: float, flags: str) -> list[float]:
 # --- exactness ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK])
 @pytest.mark.parametrize(("make", "lr"), [(mlp, 1e-3), (tiny_gpt2, 3e-4)])
 def test_there_and_back_in_8_bits_deviates_by_a_thousandth_at_most(flags: str, make: Make, lr: float) -> None:
@@ -499,6 +500,7 @@ def test_a_look_at_state_keeps_nothing_alive() -> None:
 # --- interruptions --------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("flags", [EIGHT_BIT, EIGHT_BIT_ON_DISK, "--optim adafactor", "--optim sgd"])
 @pytest.mark.parametrize("seen", [0, 2])
 def test_a_step_interrupted_anywhere_can_be_completed(flags: str, seen: int) -> None:
@@ -677,6 +679,7 @@ def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: ran
     return losses
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("trained", [0, 3])
 @pytest.mark.parametrize("beside", ["", " --offload optimizer", " --release-grads"])
 def test_muon_is_that_of_a_loop_by_hand(trained: int, beside: str) -> None:

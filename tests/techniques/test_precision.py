@@ -735,6 +735,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("flags", ["", "--accumulate 2 --adam8bit", "--offload params"])
 @pytest.mark.parametrize("way", AVERAGES)
 def test_an_average_that_the_loop_keeps_is_one_of_the_masters(way: str, flags: str) -> None:
@@ -906,6 +907,7 @@ HELD = {
 }
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("flags", ["", "--offload params"])
 @pytest.mark.parametrize("window", [window for window in WINDOWS if window != "in the backward pass"])
 @pytest.mark.parametrize("way", HELD)
@@ -987,6 +989,7 @@ def test_an_average_is_one_of_the_masters_while_the_graph_of_an_evaluation_is_th
     assert all(torch.equal(one, other) for one, other in zip(mean, expected, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("also", ["--accumulate 2", "--checkpoint", "--offload optimizer"])
 def test_a_plan_that_comes_with_a_call_leaves_weights_as_its_graph_needs_them(also: str) -> None:
     model, batch = gpt2(), ragged_batch()

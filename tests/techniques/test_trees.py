@@ -26,8 +26,8 @@ from tests.techniques.vision import MODELS, vision_workload
 
 _SEEDS_PER_TEST = 10
 _FIRST = [
-    *range(0, 60, _SEEDS_PER_TEST),
-    *(pytest.param(n, marks=pytest.mark.full) for n in range(60, 300, _SEEDS_PER_TEST)),
+    *range(0, 20, _SEEDS_PER_TEST),
+    *(pytest.param(n, marks=pytest.mark.full) for n in range(20, 300, _SEEDS_PER_TEST)),
 ]
 
 

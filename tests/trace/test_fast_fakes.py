@@ -60,6 +60,7 @@ def assert_alike(one: Trace, other: Trace) -> None:
     assert one.trained == other.trained
 
 
+@pytest.mark.few(4)
 # the official way gives one and the same tensor for both gradients of an LSTM's biases, the real operator two
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "lstm"])
 def test_a_pass_is_the_same_either_way(name: str) -> None:
@@ -93,6 +94,7 @@ def test_a_pass_under_a_plan_is_the_same_either_way(name: str, flags: str) -> No
     assert_alike(fast.one_pass(plan), official.one_pass(plan))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "flags", ["", "--adam8bit", "--optim adafactor", "--offload optimizer", "--precision pure-bf16"]
 )
