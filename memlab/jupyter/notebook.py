@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import prediction
@@ -36,9 +37,9 @@ class Notebook:
     def __init__(self, shell: Any) -> None:
         self._shell = weakref.ref(shell)
         self.config = MemLab(parent=shell)
-        self.histories: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
+        self.histories: MutableMapping[nn.Module, History] = WeakIdKeyDictionary()
         # forwards are compared with forwards, generations with generations, and neither with training
-        self.inferences: weakref.WeakKeyDictionary[nn.Module, dict[CallKind, History]] = weakref.WeakKeyDictionary()
+        self.inferences: MutableMapping[nn.Module, dict[CallKind, History]] = WeakIdKeyDictionary()
         self.background = Background()
         self.panels = panels()
         self._last_models: list[weakref.ref[nn.Module]] = []

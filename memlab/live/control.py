@@ -13,14 +13,14 @@ Rules:
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from time import perf_counter
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, TraceError
 from memlab.live.feed import Feed
@@ -48,7 +48,7 @@ _STATUS_SHARE = 0.003
 _RUNNING = (Activity.TRAINING, Activity.MEASURING)
 
 
-_controls: weakref.WeakKeyDictionary[nn.Module, Control] = weakref.WeakKeyDictionary()
+_controls: MutableMapping[nn.Module, Control] = WeakIdKeyDictionary()
 
 
 def control_of(model: nn.Module) -> Control:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
-from memlab.runtime import graphs
+from memlab.runtime import graphs, hooks
 from memlab.runtime.aliases import Aliases, put_back
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
@@ -48,6 +48,7 @@ from memlab.runtime.model_state import State, Written
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness, RandomState
 from memlab.runtime.touch import own_class
+from memlab.runtime.tree import Lent
 from memlab.runtime.workload import Batch
 
 if TYPE_CHECKING:
@@ -80,12 +81,14 @@ class GuardedCall:
         guardian: Rescuer,  # asked for another plan
     ) -> None:
         self._run = run
+        self._given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = args, kwargs
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
         self._aliases = aliases
         self._guardian = guardian
         self._inputs = [i for i, leaf in enumerate(self._leaves) if requires_grad(leaf)]
         self._autocast = AutocastState()
-        self._before = Start(model, aliases.device, self._leaves)
+        self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
+        self._under_way = hooks.calls_under_way()
         self._after: RandomState | None = None
         self._versions = _versions([*self._leaves, *aliases.originals])
         self._graph: dict[Path, torch.Tensor] | None = None
@@ -166,36 +169,58 @@ class GuardedCall:
 
     def first_run(self) -> tuple[torch.Tensor, ...]:
         """Run the model and keep the graph; returns the values of what has one."""
+        assert self._given is not None
+        args, kwargs = self._given
+        inner: dict[int, torch.Tensor] = {}
+
+        def lent(leaf: Any) -> Any:
+            if not requires_grad(leaf):
+                return leaf
+            if id(leaf) not in inner:
+                inner[id(leaf)] = leaf.detach().requires_grad_()
+            return inner[id(leaf)]
+
         try:
-            self._run_inside()
+            # the loop's own containers: what the model puts there is seen by the loop
+            with self._inside(), Lent(lent, lambda leaf: leaf) as lending:
+                args, kwargs = lending.lend(args), {name: lending.lend(each) for name, each in kwargs.items()}
+                self._output = self._run(*args, **kwargs)
         except BaseException:
             self._output = None
             self.drop_graph()
             raise
+        self._inner_inputs = [lent(self._leaves[position]) for position in self._inputs]
+        self._given = None
         self._after = RandomState()
         self._before.call_ended()
         self._graph = differentiable(self._output)
         self._paths = list(self._graph)
         return tuple(tensor.detach() for tensor in self._graph.values())
 
-    def _run_inside(self) -> None:
-        leaves = list(self._leaves)
-        for position in self._inputs:
-            leaves[position] = leaves[position].detach().requires_grad_()
-        args, kwargs = tree_unflatten(leaves, self._spec)
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
         with self._aliases.in_place(), torch.enable_grad():
-            self._output = self._run(*args, **kwargs)
-        self._inner_inputs = [leaves[position] for position in self._inputs]
+            yield
 
     def _run_again(self) -> None:
         """Make the graph anew under the plan in force, as the first run made it."""
+        leaves = list(self._leaves)
+        for position in self._inputs:
+            leaves[position] = leaves[position].detach().requires_grad_()
+        self._graph = self._again(leaves, self._inside())
+        self._inner_inputs = [leaves[position] for position in self._inputs]
+
+    def _again(
+        self, leaves: Sequence[Any], inside: AbstractContextManager[None] | None = None
+    ) -> dict[Path, torch.Tensor]:
+        """Run the model on other leaves, in containers of their own, from the state that the call began with; returns its outputs."""
         self._require_untouched()
+        args, kwargs = tree_unflatten(leaves, self._spec)
         now = self._before.now()
         self._before.restore()
         try:
-            with self._autocast.entered():
-                self._run_inside()
-            self._graph, self._output = at(self._output, self._paths), None
+            with inside or nullcontext(), self._autocast.entered(), hooks.within(self._under_way):
+                return at(self._run(*args, **kwargs), self._paths)
         finally:
             now.restore()
 
@@ -251,6 +276,27 @@ class GuardedCall:
             torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=retain)
         return _taken(inputs)
 
+    def batched_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The same of several backward passes at once (`is_grads_batched`), which gather on no tensor."""
+        if self._graph is None:
+            self._run_again()
+        assert self._graph is not None
+        edges = _edges(self._graph)
+        pairs = [(edges[path], g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
+        sources = [*self._inner_inputs, *self._aliases.aliases]
+        trained = [each for each in sources if each.requires_grad]
+        keep = self._guardian.keeps_graph()
+        with self._aliases.in_place():
+            found = iter(
+                torch.autograd.grad(
+                    [edge for edge, _ in pairs], trained, [g for _, g in pairs], retain_graph=keep, allow_unused=True
+                )
+            )
+        if not keep:
+            self._graph = None
+            self._guardian.is_done(self)
+        return tuple(next(found) if each.requires_grad else None for each in sources)
+
     def _break_off(self) -> None:
         self.drop_graph()
         self._aliases.take_gradients()
@@ -274,19 +320,11 @@ class GuardedCall:
         return self._differentiable(outer)
 
     def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        self._require_untouched()
         # views, whose gradients are not handed to hooks of the loop's tensors
         leaves = list(self._leaves)
         for position in self._inputs:
             leaves[position] = leaves[position].view_as(leaves[position])
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        now = self._before.now()
-        self._before.restore()
-        try:
-            with self._autocast.entered():
-                made = at(self._run(*args, **kwargs), self._paths)
-        finally:
-            now.restore()
+        made = self._again(leaves)
         pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
         sources = [*(leaves[i] for i in self._inputs), *self._aliases.originals]
         with self._hooked(made):
@@ -372,6 +410,8 @@ class _Guarded(torch.autograd.Function):
                 return (None, *rest.gradients(gradients))
             if call is None:
                 raise RuntimeError(_TWICE)
+            if graphs.are_batched(gradients):
+                return (None, *call.batched_gradients(gradients))
             if torch.is_grad_enabled():  # as autograd has it under create_graph
                 return (None, *call.differentiable_gradients(gradients))
             return (None, *call.gradients(gradients))
@@ -387,6 +427,7 @@ class Start:
         # of the call; None where no more than random states and buffers is worth the time
         self._objects = objects
         self._model, self._device = model, device
+        self._graphs: list[torch.Tensor | None] = []
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         self._random = Randomness() if self._state is None else self._state.random
         self._buffers = [
@@ -405,8 +446,10 @@ class Start:
         return self._random.torch
 
     def now(self) -> Start:
-        """The same things as they are at this moment."""
-        return Start(self._model, self._device, self._objects)
+        """The same things as they are at this moment, to be put back soon: tensors keep their graphs."""
+        now = Start(self._model, self._device, self._objects)
+        now._graphs = [kept.seen for kept in now._state.tensors] if now._state is not None else []
+        return now
 
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone, and which other tensors it writes to."""

@@ -37,6 +37,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from memlab.rescue.guard import GuardedCall, before_others
+from memlab.runtime import graphs
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
 from memlab.runtime.rng import RandomState
@@ -154,7 +155,7 @@ class LoopCode(UncompiledMode):
 
     def _holding(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # transforms of functions keep what they save themselves, and allow no hooks
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if not torch.is_grad_enabled() or graphs.why_as_written():
             return func(*args, **kwargs)
         saved = _Saved()
 

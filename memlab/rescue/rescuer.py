@@ -39,6 +39,7 @@ from memlab.rescue.recovery import Recovery
 from memlab.rescue.update import Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases
+from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import WhileAlive
 from memlab.runtime.workload import Batch
 
@@ -314,7 +315,7 @@ class Rescuer:
 def _can_be_guarded(model: torch.nn.Module) -> bool:
     """Return whether a call is outside of function transforms, and of a backward pass that recomputes a part of the loop."""
     return (
-        not torch._C._are_functorch_transforms_active()
+        not why_as_written()
         and torch._C._current_graph_task_id() == -1
         and any(parameter.requires_grad for parameter in model.parameters())
         and all(_is_plain(parameter) for parameter in model.parameters())

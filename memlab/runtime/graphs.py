@@ -1,9 +1,12 @@
-"""Which outputs of a call are computed from others, by its autograd graph."""
+"""Which outputs of a call are computed from others, by its autograd graph, and where no other graph can be made."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -15,7 +18,6 @@ def before(outputs: Mapping[_Key, Any]) -> dict[_Key, tuple[_Key, ...]]:
         outputs: gradient edges of tensors with a graph, by any key.
 
     Example:
-        >>> import torch
         >>> latent = torch.ones(2, requires_grad=True) * 2
         >>> made = {"latent": latent, "image": latent.exp(), "loss": latent.exp().sum()}
         >>> before({name: torch.autograd.graph.get_gradient_edge(tensor) for name, tensor in made.items()})
@@ -35,3 +37,28 @@ def before(outputs: Mapping[_Key, Any]) -> dict[_Key, tuple[_Key, ...]]:
         if met:
             found[key] = tuple(met)
     return found
+
+
+def why_as_written() -> str:
+    """Return where the thread is, in words, if a model call there can be run in no other way than it is written; else nothing.
+
+    Example:
+        >>> with forward_ad.dual_level():
+        ...     why_as_written()
+        'under forward-mode differentiation'
+        >>> why_as_written()
+        ''
+    """
+    if torch._C._are_functorch_transforms_active():
+        return "inside of torch.func transforms"
+    if forward_ad._current_level >= 0:
+        return "under forward-mode differentiation"
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return "where hooks on saved tensors are disabled"
+    return ""
+
+
+def are_batched(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether gradients are those of several backward passes at once (`torch.autograd.grad(..., is_grads_batched=True)`)."""
+    kinds = torch._C._functorch.is_legacy_batchedtensor, torch._C._functorch.is_batchedtensor
+    return any(is_kind(each) for each in gradients if each is not None for is_kind in kinds)

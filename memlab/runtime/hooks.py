@@ -24,8 +24,9 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType, MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -69,6 +70,7 @@ class CallHook:
         self.further_in: Callable[..., Any] | None = None
         # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
         self._calls: dict[int, Caller] = {}
+        _call_hooks.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
@@ -113,9 +115,12 @@ class CallHook:
         return self.further_in.users if isinstance(self.further_in, CallHook) else self.further_in
 
     def _takes_over(self) -> bool:
-        call = self._calls.get(threading.get_ident())
-        is_free = self._handler is not None and (call is None or call.is_over(sys._getframe(1)))
+        is_free = self._handler is not None and self._is_free(sys._getframe(1))
         return is_free and torch._C._get_tracing_state() is None
+
+    def _is_free(self, frame: FrameType) -> bool:
+        call = self._calls.get(threading.get_ident())
+        return call is None or call.is_over(frame)
 
     def handle(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Have the handler run one call; what the model calls of itself meanwhile is not taken over."""
@@ -179,6 +184,30 @@ class CallHook:
             instance[CALL] = self.further_in
 
 
+_call_hooks: weakref.WeakSet[CallHook] = weakref.WeakSet()
+
+
+def calls_under_way() -> list[weakref.ref[CallHook]]:
+    """Return the hooks of the models whose calls this thread is in."""
+    return [
+        weakref.ref(hook) for hook in _call_hooks if hook._handler is not None and not hook._is_free(sys._getframe(1))
+    ]
+
+
+@contextmanager
+def within(hooks: Sequence[weakref.ref[CallHook]]) -> Iterator[None]:
+    """Context of calls that are run again, in part or as a whole: what their models call of themselves is not taken over."""
+    thread, here = threading.get_ident(), sys._getframe(2)
+    entered = [hook for ref in hooks if (hook := ref()) is not None and hook._is_free(here)]
+    try:
+        for hook in entered:
+            hook._calls[thread] = Caller(here)
+        yield
+    finally:
+        for hook in entered:
+            hook._calls.pop(thread, None)
+
+
 class _BetweenHooks:
     """The function that torch calls as ``forward`` between the hooks of a model."""
 
@@ -232,7 +261,7 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
         True
     """
     instance = module.__dict__
-    standing = _StandIn(replacement, instance.get(name))
+    standing = _StandIn(replacement, instance.get(name), module, name)
 
     def restore() -> None:
         above = instance.get(name)
@@ -247,7 +276,7 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
             above = above.before
         if isinstance(above, _StandIn):
             above.before = standing.before
-            standing.step_aside(weakref.ref(module), name)
+            standing.step_aside()
 
     keep_out_of_copies(module, undo)
     undo.callback(restore)
@@ -293,20 +322,31 @@ def is_ours(hook: Any) -> bool:
 class _StandIn:
     """A method of one module instance."""
 
-    def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
+    def __init__(self, replacement: Callable[..., Any], before: Any, module: nn.Module, name: str) -> None:
         # first: it takes over the attributes of what it wraps, which may be another of these
         functools.update_wrapper(self, replacement)
-        self._replacement = replacement  # what is called
+        self._replacement: Callable[..., Any] | None = replacement  # what is called
         self.before = before  # the attribute of the instance that it stands in for; None where there was none
+        self._module, self._name = weakref.ref(module), name
+        self._of_class: Any = getattr(type(module), name, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._replacement(*args, **kwargs)
-
-    def step_aside(self, module: weakref.ref[nn.Module], name: str) -> None:
-        """Call what was there before, from now on."""
-        self._replacement = self.before or (
-            lambda *args, **kwargs: getattr(type(module()), name)(module(), *args, **kwargs)
+        kind = type(self._module())
+        # a loop may give the class another method, or the module another class: the replacement knows nothing of that
+        if self._replacement is not None and (self.before or getattr(kind, self._name, None) is self._of_class):
+            return self._replacement(*args, **kwargs)
+        return (
+            self.before(*args, **kwargs) if self.before else getattr(kind, self._name)(self._module(), *args, **kwargs)
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if "_of_class" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.before or MethodType(self._of_class, self._module()), name)
+
+    def step_aside(self) -> None:
+        """Call what was there before, from now on."""
+        self._replacement = None
 
     @property
     def users(self) -> Any:
@@ -438,6 +478,11 @@ def install_step_hooks(
     """Take over ``optimizer.step()``."""
     undo.callback(optimizer.register_step_pre_hook(before).remove)
     undo.callback(optimizer.register_step_post_hook(never_compile(lambda opt, _args, _kwargs: after(opt))).remove)
+
+
+def has_step_hook(optimizer: torch.optim.Optimizer, before: StepHandler) -> bool:
+    """Return whether `install_step_hooks` has put a pre-hook there, and it has not been dropped since."""
+    return before in optimizer._optimizer_step_pre_hooks.values()
 
 
 def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:

@@ -6,6 +6,7 @@ go on. So nothing of Python's runs here when an object goes. It is forgotten or 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -91,6 +92,29 @@ def is_shared(tensor: torch.Tensor) -> bool:
         (False, False, True)
     """
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
+
+
+def gradient_is_held(parameter: torch.Tensor) -> bool:
+    """Return whether somebody else than the parameter has its gradient, or a view of it.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> weight.square().sum().backward()
+        >>> gradient_is_held(weight), (held := [weight.grad]) is None, gradient_is_held(weight)
+        (False, False, True)
+    """
+    return parameter.grad is not None and (_references(parameter) > _OWN_REFERENCES or is_shared(parameter.grad))
+
+
+def _references(parameter: torch.Tensor) -> int:
+    gradient = parameter.grad
+    return sys.getrefcount(gradient)
+
+
+_scratch = torch.nn.Parameter(torch.ones(1, device="cpu"))
+_scratch.grad = torch.ones(1, device="cpu")
+_OWN_REFERENCES = _references(_scratch)
+del _scratch
 
 
 def is_saved(parameter: torch.Tensor) -> bool:

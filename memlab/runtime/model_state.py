@@ -251,7 +251,7 @@ class _Parameters(Mapping):
 
     def fill(self, items: Items) -> None:
         for name, value in items.items():
-            now = self.held.get(name)
+            now = self.held[name] if name in self.held else None  # noqa: SIM401 - of torch.jit, no dict
             # an engine that shards parameters changes them by itself
             if now is not value and "DTensor" not in (type(now).__name__, type(value).__name__):
                 self.held[name] = value

@@ -14,13 +14,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.away import sent_away
 from memlab.runtime.callers import is_own_code
@@ -135,7 +136,7 @@ class _Followed:
 
 
 # by id of the parameter: a hook on one may know the optimizer, and would keep it here for good
-_followed: weakref.WeakKeyDictionary[Optimizer, dict[int, _Followed]] = weakref.WeakKeyDictionary()
+_followed: MutableMapping[Optimizer, dict[int, _Followed]] = WeakIdKeyDictionary()
 
 
 def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> None:

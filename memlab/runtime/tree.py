@@ -225,7 +225,7 @@ class Lent:
 def _is_opened(value: Any) -> bool:
     """Return whether a value is an object that holds tensors, other than a module or code."""
     return (
-        not isinstance(value, (str, bytes, type, nn.Module, ModuleType))
+        not isinstance(value, (str, bytes, type, nn.Module, ModuleType, torch.optim.Optimizer))
         and not callable(value)
         and holds_tensors(value)
     )
@@ -268,7 +268,7 @@ def holds_tensors(value: Any, depth: int = 3) -> bool:
     """Return whether a tensor is in a value that `flatten` does not know from torch."""
     if isinstance(value, torch.Tensor):
         return True
-    if depth == 0 or isinstance(value, (nn.Module, type, ModuleType, str)) or callable(value):
+    if depth == 0 or isinstance(value, (nn.Module, type, ModuleType, str, torch.optim.Optimizer)) or callable(value):
         return False
     return any(holds_tensors(item, depth - 1) for item in _contents(value))
 
@@ -359,7 +359,11 @@ def _opened(value: Any) -> _Parts:
         for name, item in _attributes(value)
         if type(item) in (bool, int, float, torch.Size) or holds_tensors(item, _DEPTH)
     ]
-    items = [value[place] for place in places]
+    # past what a class of the user's does when it is read
+    items = [
+        dict.__getitem__(value, place) if isinstance(value, dict) else list.__getitem__(value, place)
+        for place in places
+    ]
     for place in places:  # so that the shell keeps no tensor
         shell[place] = None
     for name, _ in attributes:

@@ -11,6 +11,7 @@ import torch
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.rescue.guard import Start
+from memlab.runtime import graphs
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.workload import Batch
@@ -64,13 +65,11 @@ class ModelCalls:
 
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         session = self._session
-        is_transformed, trains = torch._C._are_functorch_transforms_active(), session.workload.model.training
-        if is_transformed and session.techniques:
-            session.log.note_once(
-                "calls inside of torch.func transforms are left as they are: the plan does not apply there"
-            )
-        if is_transformed or not (trains and torch.is_grad_enabled()):
-            session.usage.was_evaluated |= torch.is_grad_enabled() and not (is_transformed or trains)
+        where, trains = graphs.why_as_written(), session.workload.model.training
+        if where and session.techniques:
+            session.log.note_once(f"calls {where} are left as they are: the plan does not apply there")
+        if where or not (trains and torch.is_grad_enabled()):
+            session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
             return _through([t.evaluate for t in session.techniques], original, args, kwargs)
         session.switching.take_withdrawn_out()
         session.usage.was_called = True

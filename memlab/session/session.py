@@ -23,7 +23,7 @@ from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import state_layers
 from memlab.runtime.dispatch import never_compile
-from memlab.runtime.hooks import CallHook, install_step_hooks, on_first_step
+from memlab.runtime.hooks import CallHook, has_step_hook, install_step_hooks, on_first_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload, is_made, steps_some_of, unwrap_optimizer
@@ -71,6 +71,7 @@ class Session:
         self.workload = workload
         self.log = Log()
         self.rescuer = rescuer
+        self._hooks_of: dict[int, ExitStack] = {}  # on each optimizer, by its id
         self.observers = Observers(self.log.note_once)
         self.observers.only(observers)
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -279,12 +280,13 @@ class Session:
             self._hooks = hooks.pop_all()
 
     def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer that is first seen when it steps."""
-        if (
-            optimizer in self.in_force.optimizers
-            or unwrap_optimizer(optimizer) is not optimizer
-            or not steps_some_of(optimizer, self.workload.model)
-        ):
+        """Take over an optimizer that is first seen when it steps, or that was initialized anew."""
+        if optimizer in self.in_force.optimizers:
+            if not has_step_hook(optimizer, self._before_step):  # `optimizer.__init__(...)` by the loop has dropped it
+                self._hooks_of[id(optimizer)].close()
+                self._hook(optimizer, self._hooks)
+            return
+        if unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
             return
         if together.is_led(self):
             # an earlier session has just taken it over, and sees to its state
@@ -298,11 +300,15 @@ class Session:
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         with ExitStack() as hooks:
-            state_layers.show_own_form(optimizer, lambda: self.techniques, lambda: together.is_led(self), hooks)
-            install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
+            self._hook(optimizer, hooks)
             self.in_force.attach_optimizer(optimizer)
             hooks.callback(self.in_force.detach_optimizer, optimizer)
             undo.push(hooks.pop_all())
+
+    def _hook(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
+        hooks = self._hooks_of[id(optimizer)] = undo.enter_context(ExitStack())
+        state_layers.show_own_form(optimizer, lambda: self.techniques, lambda: together.is_led(self), hooks)
+        install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
 
     @never_compile
     def _before_step(

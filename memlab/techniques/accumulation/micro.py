@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError, RefusalError, SessionError
+from memlab.runtime import hooks
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
+from memlab.runtime.graphs import are_batched
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
@@ -118,6 +120,7 @@ class MicroRun:
         self._per_part = per_part
         self._snapshot: Surroundings | None = None
         self._leaves_something = False  # beside its output
+        self._under_way = hooks.calls_under_way()
         self._leading: list[weakref.ref[torch.Tensor]] = []  # outputs that others are, or may be, computed from
 
     def outputs(self) -> Any:
@@ -292,8 +295,15 @@ class MicroRun:
 
     def answer(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the whole inputs and of the parameters, from those of the joined outputs."""
+        if are_batched(outer):
+            name = type(self._model).__name__
+            raise RefusalError(
+                _FIELD,
+                f"the loop takes several gradients of {name} in one pass (is_grads_batched, vectorize=True)",
+                KEEP_WHOLE,
+            )
         is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
-        with uninterrupted():
+        with uninterrupted(), hooks.within(self._under_way):
             return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
+from memlab.runtime.graphs import why_as_written
 from memlab.runtime.hooks import is_compiled, stand_in
 from memlab.runtime.modules import cache_off, refuse_kept_weights, repeated_blocks, without_cache
 from memlab.runtime.rng import Randomness
@@ -311,7 +312,7 @@ class Checkpointing(Technique):
 
     def _applies(self) -> bool:
         """Return whether a call of a part is one that a backward pass follows, and that nothing looks through."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or why_as_written():
             return False
         model = self._model()
         is_training = model is not None and model.training and torch.is_grad_enabled() and not is_within_another()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from memlab.runtime import hooks
 from memlab.runtime.dispatch import WatchingMode, defers, written_by
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
@@ -86,6 +87,7 @@ class Run:
         self.device = _device(self.inputs, modules)
         self._state = State(modules, self._others, part.written, self.device)
         self._observers = Observers(part.hooked)
+        self.under_way = hooks.calls_under_way()
 
     @property
     def writes_to_inputs(self) -> bool:
@@ -220,7 +222,7 @@ def _body(
             args, kwargs = given.pop()
             with around_first, interruptible():
                 return run.first(call, args, kwargs)
-        with run.again():
+        with run.again(), hooks.within(run.under_way):
             args, kwargs = run.arguments(saved)
             return call(*args, **kwargs)
 

@@ -56,6 +56,7 @@ from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
+from memlab.runtime.lifetimes import gradient_is_held
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
@@ -406,6 +407,8 @@ class GradientRelease(Technique):
             completed = self._as_completed.pop(id(parameter), None)
             if completed not in (None, _state_of_gradient(parameter)) and not _was_moved(parameter.grad):
                 raise self._refusal(*_WRITTEN_LATER)
+            if completed is not None and not _was_moved(parameter.grad) and gradient_is_held(parameter):
+                raise self._refusal(*_HELD)
             if id(parameter) in self._gone and id(parameter) not in self._complete:
                 if id(parameter) in self._used:
                     raise self._refusal("the loop steps once more with the gradients of the step before", _LEAVE_OUT)
@@ -522,6 +525,11 @@ _SCALED = (
 
 _WRITTEN_LATER = (
     "something writes to gradients once they are complete, as DistributedDataParallel does, when they would be gone",
+    _LEAVE_OUT,
+)
+
+_HELD = (
+    "the loop holds gradients beside its weights (in a list, or as views), which would be freed under it",
     _LEAVE_OUT,
 )
 

@@ -32,6 +32,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from memlab.runtime.graphs import why_as_written
 from memlab.runtime.homes import rests
 from memlab.runtime.hooks import keep_out_of_copies
 from memlab.runtime.interrupts import uninterrupted
@@ -324,8 +325,7 @@ class BlockStreaming:
         """A block is about to run its forward."""
         with ExitStack() as use:
             use.enter_context(self.in_use(block))
-            # transforms of torch.func have no hooks on saved tensors
-            if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            if torch.is_grad_enabled() and not why_as_written():  # else there are no hooks on saved tensors
                 use.enter_context(_noting(self._noted, self._restored))
                 if _autocast_dtype(self.link.device) is not None:
                     use.enter_context(_without_cached_casts())

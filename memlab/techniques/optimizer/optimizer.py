@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.extras import require
@@ -64,7 +64,7 @@ class OptimizerConversion(Technique):
         super().__init__(plan)
         self.choice = plan.optimizer
         self._row = REPLACEMENTS[self.choice]
-        self._conversions: weakref.WeakKeyDictionary[Optimizer, _Conversion] = weakref.WeakKeyDictionary()
+        self._conversions: MutableMapping[Optimizer, _Conversion] = WeakIdKeyDictionary()
         # of the model's parameters, whether the replacement updates them
         self._updates: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 
