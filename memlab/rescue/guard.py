@@ -276,8 +276,8 @@ class GuardedCall:
             torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=retain)
         return _taken(inputs)
 
-    def batched_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """The same of several backward passes at once (`is_grads_batched`), which gather on no tensor."""
+    def _batched(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Those of several backward passes gather on no tensor."""
         if self._graph is None:
             self._run_again()
         assert self._graph is not None
@@ -310,16 +310,19 @@ class GuardedCall:
         only_scalars = all(gradient.numel() == 1 for gradient in wanted.values())
         return not only_scalars and (self._after is None or not self._before.random.equals(self._after))
 
-    def differentiable_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Gradients that can be differentiated again: the model runs on the parameters themselves."""
+    def other_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Gradients that are to be differentiated again, or those of several backward passes at once."""
+        work = self._batched if graphs.are_batched(outer) else self._differentiable
         try:
-            return self._differentiable(outer)
+            return work(outer)
         except MemlabError as error:
+            self.drop_graph()
             if not self._guardian.recovery.falls_back(error):
                 raise
-        return self._differentiable(outer)
+        return work(outer)
 
     def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """The model runs once more, on the parameters themselves."""
         # views, whose gradients are not handed to hooks of the loop's tensors
         leaves = list(self._leaves)
         for position in self._inputs:
@@ -410,10 +413,10 @@ class _Guarded(torch.autograd.Function):
                 return (None, *rest.gradients(gradients))
             if call is None:
                 raise RuntimeError(_TWICE)
-            if graphs.are_batched(gradients):
-                return (None, *call.batched_gradients(gradients))
-            if torch.is_grad_enabled():  # as autograd has it under create_graph
-                return (None, *call.differentiable_gradients(gradients))
+            if torch.is_grad_enabled() or graphs.are_batched(
+                gradients
+            ):  # the former as autograd has it under create_graph
+                return (None, *call.other_gradients(gradients))
             return (None, *call.gradients(gradients))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -40,6 +41,7 @@ class _Trouble:
         self.attempts: list[Attempt] = []
         self.base = plan  # the last plan that applied, and ran out of memory
         self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
+        self.left_out: set[str] = set()  # fields that turned out not to apply after their plan had run out
         self.fallback: Fallback | None = None
         self.tried_again: Plan | None = None  # with what had been freed, before numbers would change
         self.is_last_try = False
@@ -145,9 +147,11 @@ class Recovery:
         release(error)
         start_over()
         collect()
-        if not self._fall_back(trouble, place, keeps_rows=keeps_rows) and not (
-            self._is_base_in_force(trouble) and self._companions_come()
-        ):
+        is_room = self._fall_back(trouble, place, keeps_rows=keeps_rows)
+        is_room = is_room or (
+            self._goes_behind_refused(trouble) and self._fall_back(trouble, place, keeps_rows=keeps_rows)
+        )
+        if not is_room and not (self._is_base_in_force(trouble) and self._companions_come()):
             if trouble.is_last_try:
                 if trouble.refusal is not None and self.falls_back(trouble.refusal):
                     self._trouble = None  # the plan of an earlier rescue may be what does not apply
@@ -189,6 +193,15 @@ class Recovery:
             trouble.refused.add(fallback.plan)
         return False
 
+    def _goes_behind_refused(self, trouble: _Trouble) -> bool:
+        """Leave out a setting of the last plan that ran out, which was refused once there was memory to look whether it applies."""
+        field = trouble.refusal.technique if trouble.refusal is not None else ""
+        if not hasattr(trouble.base, field) or getattr(trouble.base, field) == getattr(trouble.plan, field):
+            return False
+        trouble.base = replace(trouble.base, **{field: getattr(trouble.plan, field)})
+        trouble.left_out.add(field)
+        return True
+
     def _is_base_in_force(self, trouble: _Trouble) -> bool:
         """Return whether the last plan that applied is in force, or comes back after one that was refused."""
         return self._session().plan == trouble.base or self._changes_to(trouble.base)
@@ -220,7 +233,7 @@ class Recovery:
             trouble.base,
             place,
             rows=self.rows,
-            keep=self._keep,
+            keep=self._keep | trouble.left_out,
             keeps_rows=keeps_rows,
             has_optimizer=bool(self._session().workload.optimizers),
             refused=trouble.refused | self._session().switching.refused,

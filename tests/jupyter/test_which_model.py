@@ -238,7 +238,7 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
         ),
         (
             "--release-grads",
-            "session: this cell trains actor and critic, and --release-grads treats the gradients of each as "
+            "session: this cell has optimizers for actor and critic, and --release-grads treats the gradients of each as "
             "those of its own loss; leave out --release-grads and --fp16, or name one model with --model",
         ),
     ):
