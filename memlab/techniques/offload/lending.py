@@ -126,7 +126,7 @@ class Lending(Watched):
             return
         if is_at_rest or parameter.device == link.device:
             with suppress(torch.OutOfMemoryError):
-                set_gradient(parameter, link.fetch(gradient).there())
+                set_gradient(parameter, link.fetch(gradient).wait())
             self._lent[id(parameter)] = parameter
             self._streaming.on_use(parameter)
 
@@ -167,7 +167,7 @@ def _may_leave(parameter: Parameter, home: torch.device) -> bool:
     return (
         parameter.device == home
         and is_dense(parameter)
-        and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+        and parameter.untyped_storage().nbytes() == parameter.nbytes
         and not is_shared(parameter)
         and not is_saved(parameter)
         and not _is_held_gradient(parameter)
