@@ -147,9 +147,8 @@ class GradientRelease(Technique):
         self._used: set[int] = set()  # parameters whose gradient was in a step and which the loop has not dropped since
         self._gone: set[int] = set()  # parameters whose gradient was freed and which the loop has not written since
         self._lock = threading.RLock()  # hooks run on one thread for each device
-        self._passes: set[int] = (
-            set()
-        )  # backward passes under way with complete gradients, by number of their graph task
+        # backward passes under way with complete gradients, by number of their graph task
+        self._passes: set[int] = set()
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
         self._watch = Watch(self._touched, self._differentiated)
         self._listener: Listener | None = None

@@ -88,9 +88,8 @@ class PrecisionChoice(Technique):
         self._pure: PureBf16 | None = None
         self._moments = PackedMoments(self._note_once)
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._known: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # parts that were there in a call that was looked at
+        # parts that were there in a call that was looked at
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_looked_at = False  # in this step
         self._name = ""
 
