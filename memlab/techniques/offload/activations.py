@@ -355,7 +355,7 @@ class OffloadActivations(Technique):
         return plan.tier_of(Offloaded.ACTIVATIONS) is not None
 
     @classmethod
-    def setting(cls, plan: Plan) -> Any:
+    def setting(cls, plan: Plan) -> Tier | None:
         return plan.tier_of(Offloaded.ACTIVATIONS)
 
     def check(self, workload: Workload) -> None:
@@ -400,6 +400,4 @@ class OffloadActivations(Technique):
         self._model = self._spill = None
 
     def _tier(self, device: torch.device) -> Tier:
-        tier = self.plan.tier_of(Offloaded.ACTIVATIONS)
-        assert tier is not None
-        return resolve_tier(tier, device, Offloaded.ACTIVATIONS)
+        return resolve_tier(self.setting(self.plan) or Tier.AUTO, device, Offloaded.ACTIVATIONS)

@@ -103,6 +103,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return extent == tensor.numel()
 
 
+def fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Return whether nothing else is in a tensor's storage."""
+    return is_dense(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 # --- what rests, and what of it is in use -----------------------------------------------------------
 
 

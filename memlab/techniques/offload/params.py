@@ -41,13 +41,13 @@ from memlab.runtime.lifetimes import is_saved
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, State, Technique
+from memlab.techniques.base import Description, ModelCall, State, Technique, process_count
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
     Link,
     Resting,
-    is_dense,
+    fills_its_storage,
     room_for,
     storage_of,
 )
@@ -59,10 +59,7 @@ Parameter = nn.Parameter
 
 
 class OffloadParams(Technique):
-    """Stream the parameters of repeated blocks; see the module for the rules.
-
-    Known limitations: see the module.
-    """
+    """Stream the parameters of repeated blocks; see the module for the rules and the known limitations."""
 
     field = "offload"
     changes_modules = True
@@ -108,7 +105,7 @@ class OffloadParams(Technique):
                 f"params need a newer torch than {torch.__version__}, which cannot tell whose hooks on saved tensors are in force",
                 "update torch, or use --offload optimizer,activations",
             )
-        if _process_count() > 1:
+        if process_count() > 1:
             raise RefusalError(
                 self.field,
                 "several processes train together, and reduce gradients that must stay on the device for it",
@@ -138,9 +135,7 @@ class OffloadParams(Technique):
             )
 
     def _tier(self, workload: Workload) -> Tier:
-        tier = self.plan.tier_of(Offloaded.PARAMS)
-        assert tier is not None
-        return resolve_tier(tier, workload.device, Offloaded.PARAMS)
+        return resolve_tier(self.plan.tier_of(Offloaded.PARAMS) or Tier.AUTO, workload.device, Offloaded.PARAMS)
 
     # -- in and out ----------------------------------------------------------------------------
 
@@ -516,19 +511,9 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
         and p.numel() >= SMALL_ELEMENTS
         and p.device == everything[0].device
         and not is_in_shared_memory(p)
-        and _fills_its_storage(p)
+        and fills_its_storage(p)
         and storages.count(p.untyped_storage()._cdata) == 1
     ]
-
-
-def _fills_its_storage(parameter: Parameter) -> bool:
-    return is_dense(parameter) and parameter.untyped_storage().nbytes() == parameter.nbytes
-
-
-def _process_count() -> int:
-    distributed = torch.distributed
-    is_on = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if is_on else 1
 
 
 # --- state and scalers ----------------------------------------------------------------------------
@@ -536,8 +521,7 @@ def _process_count() -> int:
 
 def _counts_on_device(optimizer: Optimizer, parameter: Parameter) -> bool:
     """Return whether the optimizer's kernels want the count of steps beside the moments."""
-    groups = (g for g in optimizer.param_groups if any(own is parameter for own in g["params"]))
-    group = next(groups, optimizer.defaults)
+    group = optimizer_step.group_of(optimizer, parameter)
     return bool(group.get("fused") or group.get("capturable"))
 
 

@@ -100,7 +100,7 @@ class Spill:
         """A spilled tensor with the shape and dtype of another one, not filled yet."""
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        size_bytes = tensor.nbytes
+        size_bytes = tensor.numel() * tensor.element_size()
         if isinstance(tensor, FakeTensor):
             with _births_are_spilled():
                 spilled = tensor.new_empty(tensor.shape)
