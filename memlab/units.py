@@ -66,14 +66,14 @@ def format_bytes(size_bytes: float) -> str:
         >>> format_bytes(12_582_912)
         '12.0 MiB'
     """
-    magnitude = abs(size_bytes)
-    if magnitude >= GIB:
-        return f"{size_bytes / GIB:.2f} GiB"
-    if magnitude >= MIB:
-        return f"{size_bytes / MIB:.1f} MiB"
-    if magnitude >= KIB:
-        return f"{size_bytes / KIB:.1f} KiB"
-    return f"{size_bytes:.0f} B"
+    unit, name, digits = _printed_in(size_bytes)
+    return f"{size_bytes / unit:.{digits}f} {name}"
+
+
+def _printed_in(size_bytes: float) -> tuple[int, str, int]:
+    """The unit of a size, its name, and the digits behind the point."""
+    units = ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1))
+    return next((each for each in units if abs(size_bytes) >= each[0]), (1, "B", 0))
 
 
 def format_difference(change_bytes: int, of_bytes: int) -> str:
@@ -85,11 +85,7 @@ def format_difference(change_bytes: int, of_bytes: int) -> str:
         >>> format_difference(-2 * 2**30, 8 * 2**30), format_difference(2**20, 80 * 2**20)
         ('−2.00 GiB', '+1.0 MiB')
     """
-    unit, name, digits = next(
-        each
-        for each in ((GIB, "GiB", 2), (MIB, "MiB", 1), (KIB, "KiB", 1), (1, "B", 0))
-        if of_bytes >= each[0] or each[0] == 1
-    )
+    unit, name, digits = _printed_in(of_bytes)
     size = f"{abs(change_bytes) / unit:.{digits}f}"
     sign = "±" if float(size) == 0 else "−" if change_bytes < 0 else "+"
     return f"{sign}{size} {name}"

@@ -24,16 +24,15 @@ from memlab.inferring.cache import NAMES, is_cache
 from memlab.plan import Precision, Tier
 from memlab.runtime.homes import is_at_rest
 from memlab.techniques.offload.spill import Spill, resolve_tier
+from memlab.techniques.precision.first_call import AUTOCAST_DTYPES
 from memlab.techniques.precision.pure_bf16 import convertible_buffers
-
-_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 
 class HalfWeights:
     """Rounds a model's weights, and puts them back."""
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
-        self.dtype = _DTYPES[precision]
+        self.dtype = AUTOCAST_DTYPES[precision]
         self._model = model
         self._device = next(model.parameters()).device
         self._spill = Spill(resolve_tier(Tier.AUTO, self._device, "weights"))

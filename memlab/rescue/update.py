@@ -157,13 +157,9 @@ def _size_bytes(parameter: Parameter) -> int:
 # --- copies ---------------------------------------------------------------------------------------
 
 
-def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
 def _off_device(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() < _SMALL_ELEMENTS:
-        return _on_device(tensor)
+        return optimizer_step.cloned(tensor)
     return Spill(resolve_tier(Tier.AUTO, tensor.device, "backup")).store(tensor)
 
 
@@ -342,7 +338,7 @@ class Update:
     def _copy_for(self, bucket: Sequence[Parameter]) -> optimizer_step.Copy:
         """Return what copies the tensors of a bucket: on the device if there is room beside the update, else off it."""
         copied_bytes = sum(_size_bytes(p) for p in bucket) * (1 + _STATE_COPIES)
-        return _on_device if self._has_room(bucket, copied_bytes, unknown=True) else _off_device
+        return optimizer_step.cloned if self._has_room(bucket, copied_bytes, unknown=True) else _off_device
 
     def _has_room(self, parameters: Iterable[Parameter], more_bytes: int = 0, *, unknown: bool = False) -> bool:
         for device, needed_bytes in need_bytes(self._optimizer, parameters).items():

@@ -303,9 +303,8 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
 
     undo.callback(restore)
     instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
-    if (
-        hasattr(type(module), _COPY) and _COPY not in instance
-    ):  # of parametrized layers, say: it does not ask for a state
+    # of parametrized layers, say: it does not ask for a state
+    if hasattr(type(module), _COPY) and _COPY not in instance:
         instance[_COPY] = functools.partial(_copied_without_stand_ins, weakref.ref(module))
 
 

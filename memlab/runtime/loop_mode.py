@@ -38,9 +38,7 @@ class LoopMode(TorchFunctionMode):
     _has_begun = False
     _is_over = False  # it ended while a function was under way that it is told of, after which torch puts it back
     _thread = 0
-    _is_on_top = (
-        False  # whether it hears of a function before other modes of this kind, which may call others in its place
-    )
+    _is_on_top = False  # whether it hears of a function before others of this kind, which may call others in its place
 
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""

@@ -196,7 +196,7 @@ def run_step(
         return False
     stepper = foreign or plain_stepper(optimizer)
     layers = _layers_to_open(techniques)
-    protection = backup if callable(backup) else _protection(everything=backup)
+    protection: Protection = backup if callable(backup) else lambda _bucket: cloned if backup else None
     finished: set[Parameter] = set() if done is None else done
     bucket_bytes = bucket_bytes_for(optimizer, techniques) if bucket_bytes is None else bucket_bytes
     if layers and not any(map(optimizer.state.get, with_gradient(optimizer))):
@@ -207,7 +207,8 @@ def run_step(
         for bucket in announced:
             copy = None if getattr(stepper, "is_atomic", False) else protection(bucket)
             with at_home(techniques, bucket, updates=True):
-                _update_bucket(optimizer, bucket, techniques, stepper, copy)
+                with _updating(optimizer, bucket, techniques, copy):
+                    stepper(bucket)
                 finished.update(bucket)
                 _close_all(optimizer, bucket, layers)
             for technique in techniques:
@@ -252,10 +253,12 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
         (0.5, 1.0)
     """
     foreign = _foreign_stepper(optimizer, techniques)
+    stepper = foreign or plain_stepper(optimizer)
     with _announced(optimizer, iter([list(parameters)]), techniques) as announced:
         for bucket in announced:
             with at_home(techniques, bucket, updates=True):
-                _update_bucket(optimizer, bucket, techniques, foreign or plain_stepper(optimizer), None)
+                with _updating(optimizer, bucket, techniques, None):
+                    stepper(bucket)
                 _close_all(optimizer, bucket, _layers_to_open(techniques))
     if foreign is not None:
         # kernels that torch does not know write past its counters, and autograd must see that weights are others now
@@ -263,11 +266,8 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
             torch.autograd.graph.increment_version(parameter)
 
 
-def _protection(*, everything: bool) -> Protection:
-    return lambda _bucket: _cloned if everything else None
-
-
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor beside it."""
     return tensor.detach().clone()
 
 
@@ -297,6 +297,12 @@ def with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
     """Yield the parameters of an optimizer that have a gradient, in order."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
+def group_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
+    """Return the group of a parameter; the defaults where it is in none."""
+    groups = optimizer.param_groups
+    return next((group for group in groups if any(own is parameter for own in group["params"])), optimizer.defaults)
 
 
 def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]]:
@@ -427,17 +433,6 @@ def _opened(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[N
                 technique.bucket_updated(optimizer, bucket)
 
 
-def _update_bucket(
-    optimizer: Optimizer,
-    bucket: Sequence[Parameter],
-    techniques: Sequence[Technique],
-    stepper: Stepper,
-    copy: Copy | None,
-) -> None:
-    with _updating(optimizer, bucket, techniques, copy):
-        stepper(bucket)
-
-
 @contextmanager
 def _updating(
     optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Technique], copy: Copy | None
@@ -503,7 +498,7 @@ class _Before:
     def restored_on_failure(self, copy: Copy | None) -> Iterator[None]:
         """Give the tensors an update writes to their values back when it raises; without `copy`, the small ones only."""
         everything = copy is not None
-        copies = [(tensor, (copy or _cloned)(tensor)) for tensor in self._written(everything=everything)]
+        copies = [(tensor, (copy or cloned)(tensor)) for tensor in self._written(everything=everything)]
         try:
             yield
         except BaseException:
@@ -551,7 +546,7 @@ def restored_on_failure(optimizer: Optimizer, parameters: Sequence[Parameter]) -
     """Context of an update which, when it raises, leaves parameters and state as they were."""
     before = _Before(optimizer, parameters)
     try:
-        with before.restored_on_failure(_cloned):
+        with before.restored_on_failure(cloned):
             yield
     except BaseException:
         before.restore_states()

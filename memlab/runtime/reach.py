@@ -38,11 +38,11 @@ _MOST_ITEMS = 256  # of a container that is looked into
 _MACHINERY = ("torch", "memlab", "deepspeed", "builtins")
 LIBRARIES = (*_MACHINERY, "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # those of every module, in torch's own `nn.modules.module`
 GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 # beside them, by the same numbers, what was asked for when they were registered
-_HOOK_TABLES = (*_HOOKS, *HOOK_OPTIONS)
+_HOOK_TABLES = (*MODULE_HOOKS, *HOOK_OPTIONS)
 
 
 class ModuleHooks:
@@ -58,7 +58,7 @@ class ModuleHooks:
     @property
     def are_changed(self) -> bool:
         """Return whether some were registered or removed since; most modules have none, at no cost."""
-        has_any = self._before or any(self.attributes[key] for key in _HOOKS)
+        has_any = self._before or any(self.attributes[key] for key in MODULE_HOOKS)
         return bool(has_any) and _numbers(self._now()) != _numbers(self._before)
 
     def restore(self) -> None:
@@ -77,13 +77,13 @@ class ModuleHooks:
         tables = {key: table for key in _HOOK_TABLES if (table := self.attributes[key])}
         if not tables:
             return tables
-        ours = {number for key in _HOOKS for number, hook in tables.get(key, {}).items() if is_ours(hook)}
+        ours = {number for key in MODULE_HOOKS for number, hook in tables.get(key, {}).items() if is_ours(hook)}
         users = {key: {n: value for n, value in table.items() if n not in ours} for key, table in tables.items()}
         return {key: table for key, table in users.items() if table}
 
 
 def _numbers(tables: dict[str, dict[int, Any]]) -> dict[str, Collection[int]]:
-    return {key: table.keys() for key, table in tables.items() if key in _HOOKS}
+    return {key: table.keys() for key, table in tables.items() if key in MODULE_HOOKS}
 
 
 class Walk(ABC):
@@ -108,7 +108,7 @@ class Walk(ABC):
         if buffers:
             self.buffers(path, module)
         self._hooks.append(ModuleHooks(attributes))
-        for key in _HOOKS:
+        for key in MODULE_HOOKS:
             for hook in attributes[key].values():
                 self._function(hook, f"a hook of {path or type(module).__name__}", 1)
         for key in GLOBAL_FORWARD_HOOKS:

@@ -158,14 +158,12 @@ class Touch(Watched):
         read: Callable[[torch.Tensor, FrameType], torch.Tensor | None],
         keep: Callable[[torch.Tensor, torch.Tensor], None] = lambda _tensor, _values: None,
         replace: Callable[[torch.Tensor, torch.Tensor], bool] = lambda _tensor, _values: False,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(tensors)
         # gives a tensor's values in the user's form, and who asks for them; None to use the tensor as it is kept
         self._read = read
         self._keep = keep  # called where something holds what `read` gave, or has written to it
         self._replace = replace  # called for ``tensor.data = values``; False to do as torch does
-        self._dtype = dtype  # of the user's form
         self._is_read = False  # since they are watched
 
     def leave(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
@@ -193,8 +191,8 @@ class Touch(Watched):
         return self._run(function, types, args, kwargs, values)
 
     def _dtype_of(self, tensor: torch.Tensor, frame: FrameType) -> torch.dtype:
-        """What the loop has read before does not change its dtype on it."""
-        return self._dtype if self._is_read and not is_own_code(frame) else tensor.dtype
+        """What the loop has read before does not change its dtype on it: that of the user's form."""
+        return torch.float32 if self._is_read and not is_own_code(frame) else tensor.dtype
 
     def _values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType) -> _Values:
         """Tensors that are watched, each with its values, by id."""

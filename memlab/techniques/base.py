@@ -130,6 +130,11 @@ class Technique:
         self.host = Host()
         self.notes: list[str] = []
 
+    def note_once(self, line: str) -> None:
+        """Add a line to the notes, unless it is there."""
+        if line not in self.notes:
+            self.notes.append(line)
+
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
         """Return whether the plan asks for this technique."""
@@ -264,3 +269,10 @@ class Technique:
     def host_bytes(self) -> int:
         """Bytes kept off the device on behalf of this technique."""
         return 0
+
+
+def process_count() -> int:
+    """How many processes train together."""
+    distributed = torch.distributed
+    is_on = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_on else 1

@@ -15,6 +15,7 @@ https://arxiv.org/abs/2411.09009
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -255,16 +256,9 @@ def _reshaped(logits: DeferredLogits, *shape: Any) -> Any:
     vocabulary = logits.weight.shape[0]
     if not sizes or any(not isinstance(size, int) for size in sizes) or sizes[-1] not in (vocabulary, -1):
         return NotImplemented
-    if sizes[-1] == -1 and _product(sizes[:-1]) * vocabulary != logits.numel():
+    if sizes[-1] == -1 and math.prod(sizes[:-1]) * vocabulary != logits.numel():
         return NotImplemented
     return logits.with_hidden(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def _flattened(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:

@@ -344,12 +344,12 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype, lowest: float) -> t
     return torch.where(mask, 0.0, torch.scalar_tensor(lowest, dtype=dtype, device=mask.device))
 
 
-def _aligned(mask: torch.Tensor, alignment: int = 8) -> torch.Tensor:
-    """A mask whose rows begin at multiples of so many elements: padded, and cut again."""
-    if mask.stride(-1) == 1 and all(stride % alignment == 0 for stride in mask.stride()[:-1]):
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask whose rows begin at multiples of eight elements: padded, and cut again."""
+    if mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     keys = mask.size(-1)
-    return F.pad(mask, (0, alignment - keys % alignment))[..., :keys]
+    return F.pad(mask, (0, 8 - keys % 8))[..., :keys]
 
 
 _RUN: Mapping[SDPBackend, Callable[[Attention], torch.Tensor]] = {

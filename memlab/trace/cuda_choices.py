@@ -7,21 +7,32 @@ tensors, it would take the CPU's attention, dropout, autocast lists and optimize
 - attention: `cuda_attention`,
 - dropout, softmax, linear and RMS norm: `cuda_operators`,
 - autocast: `cuda_autocast`,
-- the multi-tensor updates of torch's optimizers: `cuda_optimizers`,
+- the multi-tensor updates of torch's optimizers, and gradient clipping: an optimizer with `foreach=None` and `fused=None`
+  loops over parameters on the CPU and updates all of them at once on CUDA, which needs temporaries of the size of all
+  parameters. What the user has set is kept, and so is `capturable`,
 - device="cuda", .cuda(), torch.autocast("cuda") in the user's code: `cuda_literals`.
 
 Only the thread that enters feels it, and nothing is left behind (`cuda_thread` has the rules).
+
+Source of the updates: torch/optim/optimizer.py `_default_to_fused_or_foreach`, torch/utils/_foreach_utils.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer, swa_utils
+from torch.utils import _foreach_utils
+
 from memlab.hardware.gpus import Gpu
-from memlab.trace import cuda_attention, cuda_autocast, cuda_literals, cuda_operators, cuda_optimizers
+from memlab.trace import cuda_attention, cuda_autocast, cuda_literals, cuda_operators
 from memlab.trace.cuda_kernels import register
-from memlab.trace.cuda_thread import SharedExchange, tracing_for
+from memlab.trace.cuda_thread import SharedExchange, current_gpu, exchange, tracing_for
+
+_Devices = Callable[[], list[str]]
 
 
 @contextmanager
@@ -48,10 +59,25 @@ def cuda_choices(gpu: Gpu) -> Iterator[None]:
 
 
 def _exchange(undo: ExitStack) -> None:
-    cuda_optimizers.exchange_defaults(undo)
+    # fake CPU tensors count as tensors that multi-tensor updates are made for
+    for module in (_foreach_utils, optimizer, swa_utils):
+        exchange(module, "_get_foreach_kernels_supported_devices", _with_cpu, undo)
+    for module in (_foreach_utils, optimizer):
+        exchange(module, "_foreach_supported_types", _with_fake_tensors, undo)
     cuda_literals.exchange_autocast(undo)
     cuda_autocast.exchange_cache(undo)
     register((*cuda_attention.registrations(), *cuda_operators.registrations(), *cuda_autocast.registrations()), undo)
+
+
+def _with_cpu(original: _Devices) -> _Devices:
+    def supported_devices() -> list[str]:
+        return original() if current_gpu() is None else [*original(), "cpu"]
+
+    return supported_devices
+
+
+def _with_fake_tensors(original: list[type[torch.Tensor]]) -> list[type[torch.Tensor]]:
+    return [*original, FakeTensor]
 
 
 _CUDA = SharedExchange(_exchange)

@@ -30,14 +30,13 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
 from memlab.runtime.hooks import HOOK_OPTIONS
-from memlab.runtime.reach import keeps_state_in_modules
+from memlab.runtime.reach import MODULE_HOOKS, keeps_state_in_modules
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import own_attributes
 from memlab.runtime.workload import Batch, Workload
 from memlab.session import session_of
 
 _CPU = torch.device("cpu")
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # objects a module may refer to that are no part of it, and that lead to the whole program
 _FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
 
@@ -194,7 +193,7 @@ class Twin:
     def _leave_hooks_behind(self, model: nn.Module) -> None:
         left = 0
         for module in model.modules():
-            for name in _MODULE_HOOKS:
+            for name in MODULE_HOOKS:
                 hooks = getattr(module, name)
                 for key in [key for key, hook in hooks.items() if not _is_part_of_the_model(hook)]:
                     del hooks[key]

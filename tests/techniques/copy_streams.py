@@ -51,8 +51,8 @@ class LateCopyStreams(CopyStreams):
         after = self._streams["in"][-1] if reused and self._streams["in"] else None
         return self._ask("out", target, source.detach(), after)
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
-        return self._ask("in", target, source, after.left if after is not None else None)
+    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: _Copy | None = None) -> Ticket:
+        return self._ask("in", target, source, after)
 
     def wait(self, ticket: Ticket) -> None:
         if ticket.left is not None:
@@ -77,7 +77,7 @@ class LateCopyStreams(CopyStreams):
         while self._luck.random() < 0.3 and any(self._streams.values()):
             stream = self._luck.choice([stream for stream in self._streams.values() if stream])
             self._run(stream[0])
-        return Ticket(target, source, copy)
+        return Ticket(target, source, self, copy)
 
     def _run(self, copy: _Copy) -> None:
         """Run a copy, and before it those it comes after: of its stream, and the one it names."""

@@ -382,7 +382,7 @@ def test_leaving_holds_what_is_on_its_way() -> None:
     streams = LateCopyStreams(random.Random(0))
     streams._luck.random = lambda: 1.0  # type: ignore[method-assign]
     leaving, target = Leaving(), torch.zeros(4)
-    leaving.add(streams.send(target, torch.ones(4)), streams)
+    leaving.add(streams.send(target, torch.ones(4)))
     assert leaving.holds(target)
     leaving.retire(16)
     assert leaving.holds(target)

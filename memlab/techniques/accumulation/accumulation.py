@@ -84,10 +84,11 @@ class Accumulation(Technique):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._model: nn.Module | None = None
+        # while it is attached
+        self._model: nn.Module
+        self._probe: Probe
+        self._judge: Judge
         self._name = ""
-        self._probe: Probe | None = None
-        self._judge: Judge | None = None
         self._is_fake = self._is_compiled = False
         # by shape; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
         # parts of a multiple of so many rows
@@ -131,12 +132,11 @@ class Accumulation(Technique):
 
     def _in_bf16(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward in the precision of its parameters, as the technique below runs it."""
-        assert self._model is not None
         below = next(each for each in self.host.techniques() if each.field == "precision")
         return below.evaluate(self._model.forward, args, kwargs)
 
     def _forget(self) -> None:
-        self._model = self._probe = self._judge = None
+        del self._model, self._probe, self._judge
         self._verdicts.clear()
         self._starts.clear()
 
@@ -147,8 +147,6 @@ class Accumulation(Technique):
         self._learnt.updates += 1
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        assert self._model is not None
-        assert self._probe is not None
         whole = Call.of(args, without_cache(self._model, kwargs))
         try:
             return self._split(call, whole)
@@ -161,8 +159,6 @@ class Accumulation(Technique):
 
     def _split(self, call: ModelCall, whole: Call) -> Any:
         """Run a call in micro-batches. Raises `RefusalError`: it cannot be split; nothing of it is left behind."""
-        assert self._model is not None
-        assert self._probe is not None
         refuse_kept_weights(self.field, self._model, self._name)
         try:
             with self._uncompiled():
@@ -229,7 +225,6 @@ class Accumulation(Technique):
 
     def _try(self, call: ModelCall, whole: Call) -> None:
         """Run the whole batch and leave nothing behind; what the model raises is the loop's own error."""
-        assert self._model is not None
         snapshot = Surroundings(self._model, complete=True)
         randomness = Randomness(snapshot.generators)
         whole.run(call)
@@ -266,8 +261,6 @@ class Accumulation(Technique):
     def _judged(
         self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]
     ) -> SplitVerdict | None:
-        assert self._model is not None
-        assert self._judge is not None
         self._check_batch_norm(self._model, self._name)
         with self._uncompiled():
             verdict = self._judge.judge(call, whole, layout, parts)
@@ -300,7 +293,6 @@ class Accumulation(Technique):
 
         Lengths count by powers of two: a loop whose batches are as long as their longest row would else be judged all the time.
         """
-        assert self._model is not None
         dims = dict(layout.dims)
         shapes = tuple(
             (

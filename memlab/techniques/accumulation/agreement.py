@@ -175,9 +175,8 @@ class Agreement:
     ) -> None:
         """Compare gradients of parameters."""
         largest = max((size for size in sizes if size == size), default=0.0)
-        off: dict[
-            int, tuple[float, float]
-        ] = {}  # by the number of the parameter: the difference, and what it is a share of
+        # by the number of the parameter: the difference, and what it is a share of
+        off: dict[int, tuple[float, float]] = {}
         for number, (residual, size) in enumerate(zip(residuals, sizes, strict=True)):
             scale = max(size, _LEAST_SHARE * largest)
             if size != size or size == float("inf") or not scale:  # the model's own answer is not finite

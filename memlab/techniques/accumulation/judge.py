@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ class Judge:
         self._model = model
         self._name = name
         self._probe = probe
-        self._per_part = per_part
-        self._is_low = is_low or probe.is_low
+        # one comparison; it is given the call, and which rows of which layout
+        self._attempt = partial(Judgement, model, name, probe, per_part, is_low or probe.is_low)
 
     def judge(self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
         """Return whether this call may be split into so many parts.
@@ -125,12 +126,6 @@ class Judge:
             else ""
         )
         raise RefusalError(_FIELD, first.reason + unless, first.instead)
-
-    def _attempt(
-        self, call: Callable[..., Any], whole: Call, layout: Layout, ranges: list[tuple[int, int]]
-    ) -> Judgement:
-        model, name, probe = self._model, self._name, self._probe
-        return Judgement(model, name, call, whole, layout, ranges, probe, self._per_part, is_low=self._is_low)
 
     def _has_room_for(self, call: Callable[..., Any], whole: Call, layout: Layout, rows: int) -> bool:
         """Return whether so many rows are expected to fit, by what two of them keep for the backward pass."""

@@ -64,14 +64,13 @@ class Judgement:
         self,
         model: nn.Module,  # the model; as it was after `put_back`
         name: str,  # what errors call it
+        probe: Probe,  # knows how losses add up
+        per_part: tuple[type[nn.Module], ...],  # kinds of modules that take their statistics from each part
+        is_low: bool,  # whether the plan computes in half precision
         call: Callable[..., Any],  # the model call below accumulation
         whole: Call,  # arguments of the rows together
         layout: Layout,  # along which dimensions they are cut
         ranges: list[tuple[int, int]],  # first row of each part, and the row after its last
-        probe: Probe,  # knows how losses add up
-        per_part: tuple[type[nn.Module], ...],  # kinds of modules that take their statistics from each part
-        *,
-        is_low: bool,  # whether the plan computes in half precision
     ) -> None:
         self._model, self._name, self._call, self._whole = model, name, call, whole
         self._layout, self._ranges, self._probe, self._per_part = layout, ranges, probe, per_part

@@ -132,7 +132,6 @@ class MicroRun:
         if self._snapshot is not None:
             self._snapshot.register()
         self._gathered.leave(leaves)
-        assert self._gathered.template is not None
         return self._gathered.template.rebuild(leaves)
 
     def _leaves(self) -> list[Any]:

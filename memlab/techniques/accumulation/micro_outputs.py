@@ -67,8 +67,7 @@ class MicroOutputs:
         # of the judge: how the rest of what the parts give is put together; None where nobody looked
         self._verdict = verdict
         self._repeats = repeats  # whether micro-batches run a second time, which decides nothing
-        # structure of the model's output, from the newest micro-batch; None before the first
-        self.template: Outputs | None = None
+        self.template: Outputs  # structure of the model's output, from the newest micro-batch
         self.sharing = Sharing()
         self.joined: dict[int, Joined] = {}  # outputs with a place in the graph, by position
         self.eager: list[int] = []  # positions of those that were computed
@@ -79,7 +78,6 @@ class MicroOutputs:
     @property
     def loss(self) -> int:
         """Position of the loss among the outputs."""
-        assert self.template is not None
         return self.template.loss
 
     # -- gathering -----------------------------------------------------------------------------
@@ -151,7 +149,6 @@ class MicroOutputs:
         if not isinstance(leaf, torch.Tensor):
             return True
         merge = self._merge_of(position)
-        assert self.template is not None
         if position < self.template.returned:
             return merge is not None and not merge.has_graph and merge.kind in ("change", "sum", "largest", "smallest")
         return merge is None or not merge.has_graph
@@ -168,7 +165,6 @@ class MicroOutputs:
 
     def _known_join(self, position: int) -> tuple[Join | None, list[float] | None]:
         """Return where an output is joined, or the weight of each part, as the probe has found."""
-        assert self.template is not None
         joins = self._division.joins
         # of one row, an output for each row looks like a scalar
         is_scalar = position in self.template.scalars and not (position < len(joins) and joins[position] is not None)
@@ -180,7 +176,7 @@ class MicroOutputs:
 
     def _merge_of(self, position: int) -> Merge | None:
         """Return how the judge found that an output or something left elsewhere is put together."""
-        if self._verdict is None or self.template is None:
+        if self._verdict is None:
             return None
         if position < self.template.returned:
             return self._verdict.merges.get(position)
@@ -208,7 +204,6 @@ class MicroOutputs:
 
     def leaves(self, values: Sequence[torch.Tensor]) -> list[Any]:
         """Return the leaves of the whole output, and of what is left elsewhere."""
-        assert self.template is not None
         leaves = list(self.template.leaves)
         for position, value in zip(self.eager, values, strict=True):
             leaves[position] = value
@@ -226,14 +221,12 @@ class MicroOutputs:
         """Write what the forward leaves elsewhere, put together."""
         if not self._places:
             return
-        assert self.template is not None
         values = self.template.left(leaves)
         for effect in {effect.name: effect for effect, _ in self._places}.values():
             effect.write(opened(values[effect.name]))
 
     def _plain_value(self, position: int, parts: list[Any]) -> Any:
         """A value without a gradient, of the values that parts gave."""
-        assert self.template is not None
         effect, place, left = None, 0, None
         if position >= self.template.returned:
             effect, place = self._places[position - self.template.returned]
@@ -268,7 +261,6 @@ class MicroOutputs:
 
     def has_rule(self, position: int) -> bool:
         """Return whether a rule says how an output's gradient is that of its parts; without one a scalar is their mean."""
-        assert self.template is not None
         is_scalar = self.joined[position].weights is not None
         is_known = position in self._division.weights or (
             self._verdict is not None and position in self._verdict.merges

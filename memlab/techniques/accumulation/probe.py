@@ -261,13 +261,7 @@ class Probe:
     def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
         """The two rows whose losses are furthest apart, of the first few."""
         losses = []
-        with quietly(
-            self._model,
-            run=self._run,
-            per_part=self._per_part,
-            buffers_alone=self._buffers_alone,
-            needs_graph=self.needs_graph,
-        ) as quiet:
+        with self._quietly() as quiet:
             for row in range(min(layout.rows, FEW_ROWS)):
                 outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None)).without_graph()
                 losses.append((float(outputs.leaves[outputs.loss]), row))
@@ -279,16 +273,8 @@ class Probe:
         spans = ((0, len(rows)), (0, 1), (1, len(rows)))
         for in_turn in (self.in_turn, not self.in_turn):
             try:
-                with quietly(
-                    self._model,
-                    run=self._run,
-                    buffers_alone=self._buffers_alone,
-                    in_turn=in_turn,
-                    goes_on=self.goes_on,
-                    per_part=self._per_part,
-                    generators=filter(is_generator, call.leaves),
-                    needs_graph=self.needs_graph,
-                ) as quiet:
+                generators = filter(is_generator, call.leaves)
+                with self._quietly(in_turn=in_turn, goes_on=self.goes_on, generators=generators) as quiet:
                     together, *apart = (
                         _sampled(
                             Outputs.of(
@@ -303,6 +289,29 @@ class Probe:
             self._ignored = dict.fromkeys([*self._ignored, *quiet.noise.ignored][:_MOST_IGNORED])
             return together, apart
         raise StrangeDrawError(f"the random numbers that {self._name} draws do not follow the rows of its batch")
+
+    @contextmanager
+    def _quietly(
+        self, *, in_turn: bool = False, goes_on: bool = False, generators: Iterable[Any] = ()
+    ) -> Iterator[Quiet]:
+        """Look at the model's outputs, without gradients unless it needs them; buffers, attributes and random states stay as they were.
+
+        The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
+        evaluation must not do so.
+        """
+        quiet = Quiet(self._model, self._run or self._model.forward, in_turn, goes_on, generators, self._buffers_alone)
+        # a twin of fakes has no values that could depend on the mode
+        changed = nn.Module if quiet.is_fake else self._per_part
+        training = [module for module in self._model.modules() if isinstance(module, changed) and module.training]
+        try:
+            for module in training:
+                module.training = False
+            with torch.set_grad_enabled(self.needs_graph), without_autocast():
+                yield quiet
+        finally:
+            for module in training:
+                module.training = True
+            quiet.put_back()
 
     def _widened(self, call: Call) -> Call:
         return call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
@@ -399,14 +408,13 @@ class Quiet:
     def __init__(
         self,
         model: nn.Module,
-        run: Callable[..., Any] | None,  # runs it; None for its own `forward`
-        *,
+        run: Callable[..., Any],  # runs it
         in_turn: bool,  # random numbers are given one after another, see `Noise`
         goes_on: bool,  # Python's and NumPy's generators go on from one run apart to the next
-        generators: Iterable[Any] = (),  # of random numbers, among the arguments
-        buffers_alone: bool = False,  # of the model's state, buffers alone are put back
+        generators: Iterable[Any],  # of random numbers, among the arguments
+        buffers_alone: bool,  # of the model's state, buffers alone are put back
     ) -> None:
-        self._run = run or model.forward
+        self._run = run
         self._in_turn = in_turn
         self.goes_on = goes_on
         self.draws_on_host = False
@@ -424,10 +432,10 @@ class Quiet:
             span: the first, the one after the last, and how many were run together, whose random numbers they get; None for
                 numbers of their own.
         """
-        is_apart = span is not None and span[:2] != (0, span[2])
+        start, stop, together = span or (0, 0, 0)
+        is_apart = (start, stop) != (0, together)
         if is_apart:
-            assert span is not None
-            self.noise.give(span[0], span[1], of=span[2], in_turn=self._in_turn)
+            self.noise.give(start, stop, of=together, in_turn=self._in_turn)
         with nullcontext() if span is None or self.is_fake else self.noise:
             output = call.run(self._run)
         self.draws_on_host |= not self.is_fake and self._random.host_differs()
@@ -439,35 +447,3 @@ class Quiet:
         if self._snapshot is not None:
             self._snapshot.restore()
         self._random.restore(host=host)
-
-
-@contextmanager
-def quietly(
-    model: nn.Module,
-    *,
-    run: Callable[..., Any] | None = None,
-    in_turn: bool = False,
-    goes_on: bool = False,
-    per_part: tuple[type[nn.Module], ...] = (),
-    generators: Iterable[Any] = (),
-    buffers_alone: bool = False,
-    needs_graph: bool = False,
-) -> Iterator[Quiet]:
-    """Look at a model's outputs, without gradients unless it needs them; buffers, attributes and random states stay as they were.
-
-    The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
-    evaluation must not do so.
-    """
-    quiet = Quiet(model, run, in_turn=in_turn, goes_on=goes_on, generators=generators, buffers_alone=buffers_alone)
-    # a twin of fakes has no values that could depend on the mode
-    changed = nn.Module if quiet.is_fake else per_part
-    training = [module for module in model.modules() if isinstance(module, changed) and module.training]
-    try:
-        for module in training:
-            module.training = False
-        with torch.set_grad_enabled(needs_graph), without_autocast():
-            yield quiet
-    finally:
-        for module in training:
-            module.training = True
-        quiet.put_back()

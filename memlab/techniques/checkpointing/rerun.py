@@ -269,9 +269,8 @@ class WriteWatch(WatchingMode):
         super().__init__()
         self._protected: dict[int, list[Callable[[], None]]] = defaultdict(list)
         self._held: list[torch.Tensor] = []  # a storage's number is its own as long as it lives
-        self._later: list[
-            tuple[torch.Tensor, int]
-        ] = []  # of these, what was written to outside of parts, and its version then
+        # of these, what was written to outside of parts, and its version then
+        self._later: list[tuple[torch.Tensor, int]] = []
 
     def protect(self, tensor: torch.Tensor, about_to: Callable[[], None]) -> None:
         """Call something before each write to a tensor's storage."""

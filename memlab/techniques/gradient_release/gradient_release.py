@@ -58,7 +58,7 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
 from memlab.runtime.lifetimes import gradient_is_held
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Technique, process_count
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
 from memlab.techniques.offload.spill import is_spilled
 
@@ -115,10 +115,7 @@ def is_loop_known() -> bool:
 
 
 class GradientRelease(Technique):
-    """Update inside the backward pass; see the module for the rules.
-
-    Known limitations: see the module.
-    """
+    """Update inside the backward pass; see the module for the rules and the known limitations."""
 
     field = "gradients"
     descriptions = (
@@ -148,9 +145,8 @@ class GradientRelease(Technique):
         self._used: set[int] = set()  # parameters whose gradient was in a step and which the loop has not dropped since
         self._gone: set[int] = set()  # parameters whose gradient was freed and which the loop has not written since
         self._lock = threading.RLock()  # hooks run on one thread for each device
-        self._passes: set[int] = (
-            set()
-        )  # backward passes under way with complete gradients, by number of their graph task
+        # backward passes under way with complete gradients, by number of their graph task
+        self._passes: set[int] = set()
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
         self._watch = Watch(self._touched, self._differentiated)
         self._listener: Listener | None = None
@@ -163,7 +159,7 @@ class GradientRelease(Technique):
     # -- whether it applies --------------------------------------------------------------------
 
     def check(self, workload: Workload) -> None:
-        if _process_count() > 1:
+        if process_count() > 1:
             raise RefusalError(
                 self.field,
                 "several processes train together, and a gradient is complete here before the others have added theirs",
@@ -224,8 +220,7 @@ class GradientRelease(Technique):
         for parameter in optimizer.param_groups[-1]["params"]:
             if self._owners.get(id(parameter), optimizer) is not optimizer:
                 self._owners[id(parameter)] = None
-                if _SHARED not in self.notes:
-                    self.notes.append(_SHARED)
+                self.note_once(_SHARED)
 
     def _forget_optimizer(self, optimizer: Optimizer) -> None:
         for parameter in _parameters_of(optimizer):
@@ -633,9 +628,3 @@ def _told(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     return tuple(map(_told, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _process_count() -> int:
-    distributed = torch.distributed
-    is_on = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if is_on else 1

@@ -32,7 +32,7 @@ from memlab.runtime.lazy import as_saved
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
-from memlab.techniques.offload.transfers import CopyStreams, Leaving, Ticket, copy_streams_of, settle
+from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
 _SMALLEST_BYTES = 1024
 _CALLS_WATCHED = 2  # for writes to what is saved; all of them where there are any
@@ -53,16 +53,13 @@ class _Stored:
         number: its place among those that forward saved.
         kept: its bytes off the device, [bytes], uint8.
         device: that they come from.
-        streams: that they take.
     """
 
-    __slots__ = ("__weakref__", "_fake", "_used", "device", "kept", "number", "passage", "sent", "streams")
+    __slots__ = ("__weakref__", "_fake", "_used", "device", "kept", "number", "passage", "sent")
 
-    def __init__(
-        self, passage: _Passage, number: int, kept: torch.Tensor, device: torch.device, streams: CopyStreams
-    ) -> None:
-        self.passage, self.number, self.kept, self.device, self.streams = passage, number, kept, device, streams
-        self.sent: Ticket | None = None
+    def __init__(self, passage: _Passage, number: int, kept: torch.Tensor, device: torch.device) -> None:
+        self.passage, self.number, self.kept, self.device = passage, number, kept, device
+        self.sent: Any = None  # what says that they have left
         self._used: weakref.ref[torch.UntypedStorage] | None = None
         self._fake: weakref.ref[torch.Tensor] | None = None
 
@@ -99,23 +96,22 @@ class _Passage:
         self._spill, self._reads_in_place = spill, reads_in_place
         self._stored: list[weakref.ref[_Stored]] = []
         self._leaving = Leaving()
-        self._arriving: dict[int, tuple[Ticket, CopyStreams]] = {}
+        self._arriving: dict[int, Ticket] = {}
         self._arriving_bytes = 0
         self._largest_bytes = 0
 
     def store(self, source: torch.Tensor) -> _Stored:
         """Send bytes off the device: [bytes], uint8."""
-        streams = copy_streams_of(source)
-        stored = _Stored(self, len(self._stored), self._spill.empty_like(source), source.device, streams)
+        stored = _Stored(self, len(self._stored), self._spill.empty_like(source), source.device)
         self._stored.append(weakref.ref(stored))
         if self._reads_in_place:
             stored.kept.copy_(source)
             return stored
         self._largest_bytes = max(self._largest_bytes, source.numel())
         self._leaving.retire(self._window_bytes - source.numel())
-        ticket = streams.send(stored.kept, source, reused=True)
-        self._leaving.add(ticket, streams)
-        stored.sent = ticket.without_source()
+        ticket = copy_streams_of(source).send(stored.kept, source, reused=True)
+        self._leaving.add(ticket)
+        stored.sent = ticket.left
         return stored
 
     def store_again(self, stored: _Stored, source: torch.Tensor) -> None:
@@ -142,13 +138,10 @@ class _Passage:
         return _TENSORS_AHEAD * self._largest_bytes
 
     def _arrived(self, stored: _Stored) -> torch.Tensor:
-        if stored.number in self._arriving:
-            ticket, _ = self._arriving.pop(stored.number)
-            self._arriving_bytes -= stored.kept.numel()
-        else:
-            ticket = _asked_for(stored)
-        stored.streams.wait(ticket)
-        return ticket.target
+        if stored.number not in self._arriving:
+            return _asked_for(stored).wait()
+        self._arriving_bytes -= stored.kept.numel()
+        return self._arriving.pop(stored.number).wait()
 
     def _fetch_before(self, number: int) -> None:
         """Have the tensors on their way that were saved before this one, so are likely to be read next."""
@@ -160,7 +153,7 @@ class _Passage:
                 continue
             if self._arriving_bytes + stored.kept.numel() > self._window_bytes:
                 return
-            self._arriving[earlier] = _asked_for(stored), stored.streams
+            self._arriving[earlier] = _asked_for(stored)
             self._arriving_bytes += stored.kept.numel()
 
     def _is_here(self, stored: _Stored) -> bool:
@@ -177,13 +170,13 @@ class _CopiedPassage(_Passage):
         # a graph that was dropped: its memory must not be given to others while copies run. A Ctrl-C in here is lost;
         # so this class is not the one that a CPU's tensors pass through
         self._leaving.retire(0)
-        for ticket, streams in self._arriving.values():
-            streams.wait(ticket)
+        for ticket in self._arriving.values():
+            ticket.wait()
 
 
 def _asked_for(stored: _Stored) -> Ticket:
     target = torch.empty_like(stored.kept, device=stored.device)
-    return stored.streams.fetch(target, stored.kept, after=stored.sent)
+    return copy_streams_for(stored.kept, stored.device).fetch(target, stored.kept, after=stored.sent)
 
 
 @dataclass(frozen=True)
@@ -226,10 +219,9 @@ class _Packing:
         if storage_bytes < _SMALLEST_BYTES or storage._cdata in self._staying:
             return as_saved(tensor)
         # a small view of a large storage is stored alone; copied, as what has not left yet is taken back with its storage
-        if storage_bytes > 2 * tensor.numel() * tensor.element_size():
-            copied = (
-                tensor.detach().clone()
-            )  # its dimensions in the order they lie in, by which kernels choose how to sum
+        if storage_bytes > 2 * tensor.nbytes:
+            # its dimensions in the order they lie in, by which kernels choose how to sum
+            copied = tensor.detach().clone()
             alone = self._passage.store(_whole_storage(copied))
             view = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
             self._alone.append((weakref.ref(storage), view, weakref.ref(alone)))
@@ -363,7 +355,7 @@ class OffloadActivations(Technique):
         return plan.tier_of(Offloaded.ACTIVATIONS) is not None
 
     @classmethod
-    def setting(cls, plan: Plan) -> Any:
+    def setting(cls, plan: Plan) -> Tier | None:
         return plan.tier_of(Offloaded.ACTIVATIONS)
 
     def check(self, workload: Workload) -> None:
@@ -408,6 +400,4 @@ class OffloadActivations(Technique):
         self._model = self._spill = None
 
     def _tier(self, device: torch.device) -> Tier:
-        tier = self.plan.tier_of(Offloaded.ACTIVATIONS)
-        assert tier is not None
-        return resolve_tier(tier, device, Offloaded.ACTIVATIONS)
+        return resolve_tier(self.setting(self.plan) or Tier.AUTO, device, Offloaded.ACTIVATIONS)

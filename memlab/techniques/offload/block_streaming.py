@@ -32,6 +32,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from memlab.runtime.autocast import without_cached_casts
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.homes import rests
 from memlab.runtime.hooks import keep_out_of_copies
@@ -39,6 +40,7 @@ from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import WhileAlive, is_shared
 from memlab.techniques.offload.spill import Spill
+from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
 
 _Slot = tuple[nn.Module, str]
 _Hook = Callable[[Any], Any]
@@ -50,75 +52,42 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 # --- copies ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Arrival:
-    """A copy on the device, perhaps on its way."""
-
-    tensor: torch.Tensor  # the copy
-    event: Any = None  # what to wait for on the stream that uses it; None when it is there
-
-    def there(self) -> torch.Tensor:
-        """The copy, to be used on the current stream."""
-        if self.event is not None:
-            torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
-        return self.tensor
-
-
 class Link:
-    """Copies between a device and where parameters rest; on CUDA beside the computations.
+    """Copies between a device and where parameters rest, in streams of their own: their tickets may be dropped at any time.
 
     Example:
         >>> stored = torch.arange(3.0)
-        >>> Link(stored.device).fetch(stored).there()
+        >>> Link(stored.device).fetch(stored).wait()
         tensor([0., 1., 2.])
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        is_cuda = device.type == "cuda"
-        self._in = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._out = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._leaving: dict[int, Any] = {}  # events of what was sent since all was settled, by the storage it goes to
+        self.overlaps = device.type == "cuda"  # whether copies run beside computations
+        self._streams = CudaCopyStreams(device) if self.overlaps else CopyStreams()
+        # by the storage it goes to, what says that a copy is done that was sent since all was settled
+        self._sent: dict[int, Any] = {}
 
-    @property
-    def overlaps(self) -> bool:
-        """Return whether copies run beside computations."""
-        return self._in is not None
-
-    def fetch(self, stored: torch.Tensor) -> Arrival:
+    def fetch(self, stored: torch.Tensor) -> Ticket:
         """Begin to copy to the device what is at rest, or on its way there."""
         # an inference tensor could not take a parameter's version counter
-        with torch.inference_mode(False), torch.no_grad():
-            tensor = stored.new_empty_strided(stored.shape, stored.stride(), device=self.device)
-            if self._in is None:
-                return Arrival(tensor.copy_(stored))
-            # its memory may be that of a tensor which kernels that are queued still read
-            self._in.wait_stream(torch.cuda.current_stream(self.device))
-            if (sent := self._leaving.get(storage_of(stored))) is not None:
-                self._in.wait_event(sent)
-            with torch.cuda.stream(self._in):
-                tensor.copy_(stored, non_blocking=True)
-            tensor.record_stream(self._in)
-            return Arrival(tensor, self._in.record_event())
+        with torch.inference_mode(False):
+            target = stored.new_empty_strided(stored.shape, stored.stride(), device=self.device)
+            ticket = self._streams.fetch(target, stored, after=self._sent.get(storage_of(stored)))
+        self._streams.let_go(ticket)
+        return ticket
 
     def send(self, tensor: torch.Tensor, stored: torch.Tensor) -> None:
         """Begin to copy off the device; what was stored may be read after `settle`."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self._out is None:
-                stored.copy_(tensor)
-                return
-            self._out.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._out):
-                stored.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._out)
-            self._leaving[storage_of(stored)] = self._out.record_event()
+        with torch.inference_mode(False):
+            ticket = self._streams.send(stored, tensor)
+        self._streams.let_go(ticket)
+        self._sent[storage_of(stored)] = ticket.left
 
     def settle(self) -> None:
         """Wait until nothing at rest is read or written any more."""
-        for stream in (self._in, self._out):
-            if stream is not None:
-                stream.synchronize()
-        self._leaving.clear()
+        self._streams.settle()
+        self._sent.clear()
 
 
 def room_for(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
@@ -133,6 +102,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements lie side by side, in whatever order."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent == tensor.numel()
+
+
+def fills_its_storage(tensor: torch.Tensor) -> bool:
+    """Return whether nothing else is in a tensor's storage."""
+    return is_dense(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 # --- what rests, and what of it is in use -----------------------------------------------------------
@@ -181,16 +155,12 @@ class _Saved:
         self.resting = resting
         self._dtype = tensor.dtype
         self.previous = previous  # saved before, and needed after
-        self.arrival: Arrival | None = None
+        self.arrival: Ticket | None = None
         self._geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    @property
-    def size_bytes(self) -> int:
-        return self.resting.stored.numel() * self.resting.stored.element_size()
 
     def restored(self, link: Link) -> torch.Tensor:
         arrival, self.arrival = self.arrival or link.fetch(self.resting.stored), None
-        copy = arrival.there()
+        copy = arrival.wait()
         with torch.no_grad():
             return copy.to(self._dtype).as_strided(*self._geometry)
 
@@ -201,8 +171,8 @@ class BlockStreaming:
     Example:
         >>> from memlab.plan import Tier
         >>> block, residence = nn.Linear(2, 2), None
-        >>> residence = BlockStreaming([block], Link(block.weight.device))
-        >>> residence.send_away(block.weight, Spill(Tier.DISK))
+        >>> residence = BlockStreaming([block], Link(block.weight.device), Spill(Tier.DISK))
+        >>> residence.send_away(block.weight)
         >>> resting = block.weight.data_ptr()
         >>> with residence.in_use(block):
         ...     block.weight.data_ptr() == resting
@@ -215,10 +185,11 @@ class BlockStreaming:
         self,
         blocks: Sequence[nn.Module],  # in the order in which a forward pass runs them
         link: Link,  # to the device they are used on
+        spill: Spill,  # where they rest
         # called with each parameter that a block uses while gradients are recorded
         on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,
     ) -> None:
-        self.link = link
+        self.link, self.spill = link, spill
         # called at the end of a backward pass that `settles_after_backward` was told of
         self.backward_ended: Callable[[], None] = _nothing
         self.on_use = on_use
@@ -230,19 +201,19 @@ class BlockStreaming:
         self._in_use: set[int] = set()
         self._graph_task = -1  # the backward pass at whose end there is something to do
         self._open: list[tuple[int, ExitStack]] = []  # blocks whose forward is under way
-        self._ahead: dict[int, Arrival] = {}  # by the storage at rest; on the way for the next block
+        self._ahead: dict[int, Ticket] = {}  # by the storage at rest; on the way for the next block
         self._most_ahead_bytes = 0
         self._newest: Callable[[], _Saved | None] = _nothing
 
     # -- coming and going ----------------------------------------------------------------------
 
-    def send_away(self, parameter: nn.Parameter, spill: Spill) -> None:
+    def send_away(self, parameter: nn.Parameter) -> None:
         """Put a parameter's values to rest."""
-        stored = room_for(spill, parameter)
+        stored = room_for(self.spill, parameter)
         stored.copy_(parameter.detach())
         rests(stored, self.link.device)
         self._at_rest[storage_of(stored)] = Resting(stored)
-        self._most_ahead_bytes = max(self._most_ahead_bytes, stored.numel() * stored.element_size())
+        self._most_ahead_bytes = max(self._most_ahead_bytes, stored.nbytes)
         parameter.data = stored
 
     def forget(self, parameter: nn.Parameter) -> Resting | None:
@@ -328,7 +299,7 @@ class BlockStreaming:
             if torch.is_grad_enabled() and not why_as_written():  # else there are no hooks on saved tensors
                 use.enter_context(_noting(self._noted, self._restored))
                 if _autocast_dtype(self.link.device) is not None:
-                    use.enter_context(_without_cached_casts())
+                    use.enter_context(without_cached_casts(self.link.device.type))
                     use.enter_context(_Casts(self._copies, self.link.device))
             self._open.append((id(block), use.pop_all()))
 
@@ -350,7 +321,7 @@ class BlockStreaming:
     def _arrived(self, parameters: Sequence[nn.Parameter]) -> list[_Guest]:
         """Copies of what is at rest among some parameters; nothing is changed yet, should memory run out."""
         found = [(p, r) for p in parameters if (r := self.resting(p)) is not None]
-        arrivals: dict[int, Arrival] = {}
+        arrivals: dict[int, Ticket] = {}
         for _, resting in found:
             key = storage_of(resting.stored)
             if key not in arrivals:
@@ -359,7 +330,7 @@ class BlockStreaming:
         for parameter, resting in found:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 self.on_use(parameter)
-            copy = arrivals[storage_of(resting.stored)].there()
+            copy = arrivals[storage_of(resting.stored)].wait()
             guests.append(_Guest(parameter, resting, copy, -1 if parameter.is_inference() else parameter._version))
         return guests
 
@@ -411,7 +382,7 @@ class BlockStreaming:
         ahead_bytes, earlier = 0, saved.previous()
         saved.arrival = saved.arrival or self.link.fetch(saved.resting.stored)
         while earlier is not None and ahead_bytes < self._most_ahead_bytes:
-            ahead_bytes += earlier.size_bytes
+            ahead_bytes += earlier.resting.stored.nbytes
             earlier.arrival = earlier.arrival or self.link.fetch(earlier.resting.stored)
             earlier = earlier.previous()
 
@@ -515,17 +486,6 @@ _PRODUCTS = frozenset(
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:
-    """Casts of weights live no longer than what uses them; torch would keep them until autocast is left."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 class _Casts(TorchFunctionMode):

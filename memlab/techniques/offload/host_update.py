@@ -83,8 +83,8 @@ class HostUpdate:
 
     def forget(self) -> None:
         """Drop gradients that nobody came for."""
-        for parameter, ticket in self._gradients.items():
-            copy_streams_of(parameter).wait(ticket)
+        for ticket in self._gradients.values():
+            ticket.wait()
         self._gradients.clear()
 
     def __call__(self, parameters: Sequence[Parameter]) -> None:
@@ -109,11 +109,10 @@ class HostUpdate:
         steps = [torch.tensor(counter.steps + 1.0, device="cpu") for counter in counters]
 
         def update() -> None:
-            gradients = [_arrived(p, ticket) for p, ticket in zip(parameters, tickets, strict=True)]
+            gradients = [ticket.arrived() for ticket in tickets]
             _fused_update(group, changes, gradients, states, steps)
             for p, change, target in zip(parameters, changes, above, strict=True):
-                streams = copy_streams_of(p)
-                streams.wait(streams.fetch(target, change))
+                copy_streams_of(p).fetch(target, change).wait()
             if _is_decoupled(group, self._optimizer) and group["weight_decay"]:
                 torch._foreach_mul_(list(parameters), 1 - float(group["lr"]) * group["weight_decay"])
             torch._foreach_add_(list(parameters), above)
@@ -171,11 +170,6 @@ def _large(group: dict[str, Any], parameters: Sequence[Parameter]) -> list[Param
     """Return those parameters of a group that are updated on the host."""
     wanted = {id(parameter) for parameter in parameters if parameter.numel() >= SMALL_ELEMENTS}
     return [parameter for parameter in group["params"] if id(parameter) in wanted]
-
-
-def _arrived(parameter: Parameter, ticket: Ticket) -> torch.Tensor:
-    copy_streams_of(parameter).arrived(ticket)
-    return ticket.target
 
 
 def _fused_update(

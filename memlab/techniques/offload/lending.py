@@ -26,7 +26,7 @@ from memlab.runtime.away import ASK_FOR_THE_DEVICE
 from memlab.runtime.callers import is_own_code
 from memlab.runtime.lifetimes import is_saved, is_shared
 from memlab.runtime.touch import SET_DATA, SET_GRAD, Watched, uses_values
-from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, is_dense
+from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
 
 Parameter = nn.Parameter
 
@@ -126,7 +126,7 @@ class Lending(Watched):
             return
         if is_at_rest or parameter.device == link.device:
             with suppress(torch.OutOfMemoryError):
-                set_gradient(parameter, link.fetch(gradient).there())
+                set_gradient(parameter, link.fetch(gradient).wait())
             self._lent[id(parameter)] = parameter
             self._streaming.on_use(parameter)
 
@@ -166,8 +166,7 @@ def _may_leave(parameter: Parameter, home: torch.device) -> bool:
     """Return whether a parameter is on its device, its own storage's only tensor, no graph has saved it, and no gradient of it is held."""
     return (
         parameter.device == home
-        and is_dense(parameter)
-        and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+        and fills_its_storage(parameter)
         and not is_shared(parameter)
         and not is_saved(parameter)
         and not _is_held_gradient(parameter)

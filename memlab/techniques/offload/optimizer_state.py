@@ -45,7 +45,7 @@ class _Kept:
     """A tensor of state off the device, and the copy that last wrote it."""
 
     tensor: torch.Tensor
-    sent: Ticket | None = None
+    sent: Any = None  # what says that it is done
 
 
 class OffloadOptimizer(Technique):
@@ -165,13 +165,12 @@ class OffloadOptimizer(Technique):
         if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
             tensor = self._spill(home_of(parameter)).empty_like(value)
         tensor = laid_out_like(tensor, _like(parameter, value))
-        streams = copy_streams_of(value)
-        ticket = streams.send(tensor, value)
+        ticket = copy_streams_of(value).send(tensor, value)
         if self._leaving:
-            self._leaving[-1].add(ticket, streams)
+            self._leaving[-1].add(ticket)
         elif self._is_stepping:  # written by the loop, and to be updated on the host
-            streams.arrived(ticket)
-        return _Kept(tensor, ticket.without_source())
+            ticket.arrived()
+        return _Kept(tensor, ticket.left)
 
     def _brought(self, optimizer: Optimizer, parameter: Parameter, name: str, kept: _Kept) -> torch.Tensor:
         """One entry, where it can be updated."""
@@ -180,9 +179,7 @@ class OffloadOptimizer(Technique):
         if self._is_stepping and self._is_in_file(parameter):
             copy = self._spill(home_of(parameter)).empty_like(kept.tensor)
             return laid_out_like(copy, _like(parameter, kept.tensor)).copy_(kept.tensor)
-        ticket = self._arriving.pop((parameter, name), None) or _fetched(parameter, kept)
-        copy_streams_for(parameter, home_of(parameter)).wait(ticket)
-        return ticket.target
+        return (self._arriving.pop((parameter, name), None) or _fetched(parameter, kept)).wait()
 
     def _is_in_file(self, parameter: Parameter) -> bool:
         return home_of(parameter).type != "cuda" and not self._is_for_gpu
@@ -218,8 +215,8 @@ class OffloadOptimizer(Technique):
         # nothing may stay on the device between steps, and what an update that was broken off had asked for goes, too
         for leaving in self._leaving:
             leaving.retire(0)
-        for (parameter, _), ticket in self._arriving.items():
-            copy_streams_for(parameter, home_of(parameter)).wait(ticket)
+        for ticket in self._arriving.values():
+            ticket.wait()
         self._leaving.clear()
         self._arriving.clear()
         if optimizer in self._on_host:

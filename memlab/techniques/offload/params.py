@@ -41,13 +41,13 @@ from memlab.runtime.lifetimes import is_saved
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, State, Technique
+from memlab.techniques.base import Description, ModelCall, State, Technique, process_count
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
     Link,
     Resting,
-    is_dense,
+    fills_its_storage,
     room_for,
     storage_of,
 )
@@ -59,10 +59,7 @@ Parameter = nn.Parameter
 
 
 class OffloadParams(Technique):
-    """Stream the parameters of repeated blocks; see the module for the rules.
-
-    Known limitations: see the module.
-    """
+    """Stream the parameters of repeated blocks; see the module for the rules and the known limitations."""
 
     field = "offload"
     changes_modules = True
@@ -82,12 +79,12 @@ class OffloadParams(Technique):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._spill: Spill | None = None
-        self._block_streaming: BlockStreaming | None = None
-        self._gradients: _Gradients | None = None
         self._lending: Lending | None = None  # beside a GPU
-        self._visiting: frozenset[int] = (
-            frozenset()
-        )  # parameters that are on the device for an update or a change of state
+        # parameters that are on the device for an update or a change of state
+        self._visiting: frozenset[int] = frozenset()
+        # once it is attached
+        self._streaming: BlockStreaming
+        self._gradients: _Gradients
 
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
@@ -108,7 +105,7 @@ class OffloadParams(Technique):
                 f"params need a newer torch than {torch.__version__}, which cannot tell whose hooks on saved tensors are in force",
                 "update torch, or use --offload optimizer,activations",
             )
-        if _process_count() > 1:
+        if process_count() > 1:
             raise RefusalError(
                 self.field,
                 "several processes train together, and reduce gradients that must stay on the device for it",
@@ -138,9 +135,7 @@ class OffloadParams(Technique):
             )
 
     def _tier(self, workload: Workload) -> Tier:
-        tier = self.plan.tier_of(Offloaded.PARAMS)
-        assert tier is not None
-        return resolve_tier(tier, workload.device, Offloaded.PARAMS)
+        return resolve_tier(self.plan.tier_of(Offloaded.PARAMS) or Tier.AUTO, workload.device, Offloaded.PARAMS)
 
     # -- in and out ----------------------------------------------------------------------------
 
@@ -151,8 +146,8 @@ class OffloadParams(Technique):
         link = Link(parameters[0].device)
         self._spill = Spill(self._tier(workload))
         self._gradients = _Gradients(self._spill, link)
-        self._block_streaming = BlockStreaming(blocks, link, self._gradients.watch)
-        self._gradients.serve(self._block_streaming)
+        self._streaming = BlockStreaming(blocks, link, self._spill, self._gradients.watch)
+        self._gradients.serve(self._streaming)
         undo.callback(self._gradients.end)
         for parameter in parameters:
             undo.callback(self._bring_back, parameter)
@@ -160,13 +155,13 @@ class OffloadParams(Technique):
             if not (link.overlaps and is_saved(parameter)):
                 self._send_away(parameter)
         for block in blocks:
-            self._block_streaming.stream(block, undo)
+            self._streaming.stream(block, undo)
         undo.callback(self._leave_broken_pass)
         if link.overlaps:
             self._lending = Lending(
                 [] if self.plan.precision is Precision.PURE_BF16 else parameters,  # which looks after them itself
                 parameters,
-                self._block_streaming,
+                self._streaming,
                 self._send_away,
                 self._gradients.send,
             )
@@ -189,27 +184,24 @@ class OffloadParams(Technique):
             )
 
     def _send_away(self, parameter: Parameter) -> None:
-        assert self._block_streaming is not None
-        assert self._spill is not None
         gradient = parameter.grad
-        stored = None if gradient is None else _stored(self._spill, gradient)
+        stored = None if gradient is None else room_for(self._streaming.spill, gradient).copy_(gradient.detach())
         parameter.grad = None
-        self._block_streaming.send_away(parameter, self._spill)
+        self._streaming.send_away(parameter)
         parameter.grad = stored
 
     def _bring_back(self, parameter: Parameter) -> None:
-        assert self._block_streaming is not None
-        resting = self._block_streaming.resting(parameter)
-        link, gradient = self._block_streaming.link, parameter.grad
+        resting = self._streaming.resting(parameter)
+        link, gradient = self._streaming.link, parameter.grad
         if resting is None:  # it has other data, or the loop holds what it was lent
             if gradient is not None and gradient.device != parameter.device == link.device:
-                set_gradient(parameter, link.fetch(gradient).there())
+                set_gradient(parameter, link.fetch(gradient).wait())
             return
         link.settle()
-        data = link.fetch(resting.stored).there()
-        moved = None if gradient is None else link.fetch(gradient).there()
+        data = link.fetch(resting.stored).wait()
+        moved = None if gradient is None else link.fetch(gradient).wait()
         link.settle()
-        self._block_streaming.forget(parameter)
+        self._streaming.forget(parameter)
         parameter.grad = None
         parameter.data = data
         parameter.grad = moved
@@ -217,32 +209,26 @@ class OffloadParams(Technique):
     # -- passes --------------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Any) -> Any:
-        assert self._block_streaming is not None
         self._leave_broken_pass()
         try:
             return call(*args, **kwargs)
         finally:
-            self._block_streaming.pass_ended()
+            self._streaming.pass_ended()
 
     evaluate = forward
 
     def _leave_broken_pass(self) -> None:
         """Put to rest what a backward pass that broke off has left on the device; within one nothing."""
-        if (
-            torch._C._current_graph_task_id() == -1
-            and self._block_streaming is not None
-            and self._gradients is not None
-        ):
-            self._block_streaming.pass_ended()
+        if torch._C._current_graph_task_id() == -1:
+            self._streaming.pass_ended()
             self._gradients.pass_ended()
 
     # -- updates -------------------------------------------------------------------------------
 
     @contextmanager
     def at_home(self, parameters: Sequence[Parameter], *, updates: bool = True) -> Iterator[None]:
-        assert self._block_streaming is not None
         self._leave_broken_pass()
-        if not updates and not self._block_streaming.link.overlaps:  # they rest on the very device they are used on
+        if not updates and not self._streaming.link.overlaps:  # they rest on the very device they are used on
             yield
             return
         visits: list[_Visit] = []
@@ -251,9 +237,9 @@ class OffloadParams(Technique):
             self._lending.leave(parameters)
         try:
             for parameter in parameters:
-                resting = self._block_streaming.resting(parameter)
+                resting = self._streaming.resting(parameter)
                 if resting is not None:
-                    visits.append(_Visit(parameter, resting, self._block_streaming.link, updates=updates))
+                    visits.append(_Visit(parameter, resting, self._streaming.link, updates=updates))
                     self._visiting = self._visiting | {id(parameter)}
             yield
         finally:
@@ -264,32 +250,29 @@ class OffloadParams(Technique):
 
     def _end(self, visits: list[_Visit]) -> None:
         """Write everything to where it rests; when interrupted, first finish, then raise."""
-        assert self._block_streaming is not None
         try:
             _leave_all(visits)
         except BaseException:
             _leave_all(visits)
             raise
         finally:
-            self._block_streaming.link.settle()
+            self._streaming.link.settle()
 
     @property
     def changes_state(self) -> bool:  # type: ignore[override]
         # on the CPU parameters rest on the very device they are used on, and so does loaded state
-        return self._block_streaming is not None and self._block_streaming.link.overlaps
+        return self._lending is not None
 
     def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         # `load_state_dict` has put it where the parameter rests
-        assert self._block_streaming is not None
-        home = self._block_streaming.link.device
-        if self._block_streaming.resting(parameter) is None and id(parameter) not in self._visiting:
+        home = self._streaming.link.device
+        if self._streaming.resting(parameter) is None and id(parameter) not in self._visiting:
             return state
         on_device = _counts_on_device(optimizer, parameter)
         return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        assert self._block_streaming is not None
-        if self._block_streaming.link.overlaps and _is_scaled_by_the_loop():
+        if self._streaming.link.overlaps and _is_scaled_by_the_loop():
             raise RefusalError(
                 self.field,
                 "params: the loop's own GradScaler has unscaled gradients that rest on the host without waiting for the scale",
@@ -310,12 +293,12 @@ class _Visit:
         self._parameter, self._resting, self._link = parameter, resting, link
         self._updates = updates
         self._gradient = self._kept = gradient = parameter.grad
-        self._data = link.fetch(resting.stored).there()
+        self._data = link.fetch(resting.stored).wait()
         # one that has just been made is on the device still
         self._is_new = gradient is not None and gradient.device == self._data.device != resting.stored.device
         self._brought = gradient if updates else None
         if self._brought is not None and not self._is_new:
-            self._brought = link.fetch(self._brought).there()
+            self._brought = link.fetch(self._brought).wait()
         self._version = -1 if self._brought is None else self._brought._version
         parameter.grad = None
         parameter.data = self._data
@@ -341,9 +324,8 @@ class _Visit:
             return self._gradient
         if gradient is None or self._gradient is None or self._brought is None:
             return None
-        if (
-            gradient is not self._gradient and gradient._version != self._version
-        ):  # fused kernels unscale it, foreach SGD adds momentum to it
+        # fused kernels unscale it, foreach SGD adds momentum to it
+        if gradient is not self._gradient and gradient._version != self._version:
             self._link.send(gradient, self._gradient)
         return self._gradient
 
@@ -365,14 +347,14 @@ class _Gradients:
         self._link = link
         self._watched: Any = WeakTensorKeyDictionary()  # hooks by parameter; aliases take theirs with them
         self._aside: list[tuple[Parameter, torch.Tensor]] = []
-        self._block_streaming: BlockStreaming | None = None
+        self._streaming: BlockStreaming  # where the parameters rest, see `serve`
         # whether the loop holds a gradient, which stays then
         self.is_held: Callable[[Parameter], bool] = lambda _parameter: False
         self._adding = _OneAtATime()
 
     def serve(self, residence: BlockStreaming) -> None:
         """Have gradients follow the parameters that rest in a residence."""
-        self._block_streaming = residence
+        self._streaming = residence
         residence.backward_ended = self.pass_ended
 
     def watch(self, parameter: Parameter) -> None:
@@ -412,10 +394,9 @@ class _Gradients:
             self._link.settle()
         if parameter.grad.device == gradient.device:
             return
-        assert self._block_streaming is not None
         self._aside.append((parameter, parameter.grad))
         parameter.grad = None
-        self._block_streaming.settles_after_backward()
+        self._streaming.settles_after_backward()
 
     def _is_complete(self, parameter: Parameter) -> None:
         """A gradient is complete for this backward pass."""
@@ -429,23 +410,22 @@ class _Gradients:
         gradient, before = parameter.grad, self._taken_from_aside(parameter)
         if gradient is None or gradient.requires_grad or type(gradient) not in PLAIN:
             return
-        assert self._block_streaming is not None
         if gradient.layout is not torch.strided or (before is None and self._rests(gradient)):
             return
         if before is not None:
             gradient = self._sum(gradient, before)
-        if is_held or before is gradient or self._block_streaming.resting(parameter) is None:
+        if is_held or before is gradient or self._streaming.resting(parameter) is None:
             set_gradient(parameter, gradient)
             return
         stored = room_for(self._spill, gradient) if before is None else before
         self._link.send(gradient, stored)
         parameter.grad = stored
-        self._block_streaming.settles_after_backward()
+        self._streaming.settles_after_backward()
 
     def _sum(self, gradient: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Both on the device, in the one that was there before where that is there: the loop may hold it."""
         there = self._link.device
-        gradient, other = (t if t.device == there else self._link.fetch(t).there() for t in (gradient, before))
+        gradient, other = (t if t.device == there else self._link.fetch(t).wait() for t in (gradient, before))
         return before.add_(gradient) if other is before else gradient.add_(other)
 
     def _rests(self, gradient: torch.Tensor) -> bool:
@@ -512,10 +492,6 @@ def _when_it_comes(
     return hook
 
 
-def _stored(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
-    return room_for(spill, tensor).copy_(tensor.detach())
-
-
 # --- which parameters -----------------------------------------------------------------------------
 
 
@@ -535,19 +511,9 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
         and p.numel() >= SMALL_ELEMENTS
         and p.device == everything[0].device
         and not is_in_shared_memory(p)
-        and _fills_its_storage(p)
+        and fills_its_storage(p)
         and storages.count(p.untyped_storage()._cdata) == 1
     ]
-
-
-def _fills_its_storage(parameter: Parameter) -> bool:
-    return is_dense(parameter) and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-
-
-def _process_count() -> int:
-    distributed = torch.distributed
-    is_on = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if is_on else 1
 
 
 # --- state and scalers ----------------------------------------------------------------------------
@@ -555,8 +521,7 @@ def _process_count() -> int:
 
 def _counts_on_device(optimizer: Optimizer, parameter: Parameter) -> bool:
     """Return whether the optimizer's kernels want the count of steps beside the moments."""
-    groups = (g for g in optimizer.param_groups if any(own is parameter for own in g["params"]))
-    group = next(groups, optimizer.defaults)
+    group = optimizer_step.group_of(optimizer, parameter)
     return bool(group.get("fused") or group.get("capturable"))
 
 

@@ -7,8 +7,8 @@ Rules:
 2. A copy starts when the computation has come to where it was asked for: what it reads is written by then, and what
    it writes nobody reads any more.
 3. Whatever a copy reads or writes is held by its `Ticket`. A ticket may be dropped once the computation has been made
-   to wait for it; not before, or the memory would be given to somebody else while the copy runs.
-   (`Tensor.record_stream` would also do, but then memory comes back at times nobody can predict.)
+   to wait for it; not before, or the memory would be given to somebody else while the copy runs. (`let_go` allows it
+   by `Tensor.record_stream`, but then memory comes back at times nobody can predict.)
 4. A region of a pool that is used again was last written by the stream out, which keeps its order, or read by the
    stream in, which `send(…, reused=True)` waits for.
 5. On the CPU, and for tensors without values, a copy is made there and then, and waiting is nothing.
@@ -30,11 +30,18 @@ class Ticket:
 
     target: torch.Tensor  # where to
     source: torch.Tensor  # where from
+    streams: CopyStreams  # that it takes
     left: Any = None  # what says that it is done; None when it was made at once
 
-    def without_source(self) -> Ticket:
-        """The same, for who only needs to know when the target is written."""
-        return Ticket(self.target, self.target, self.left)
+    def wait(self) -> torch.Tensor:
+        """Make the computation wait for the copy, and return the target; the host goes on."""
+        self.streams.wait(self)
+        return self.target
+
+    def arrived(self) -> torch.Tensor:
+        """Make the host wait for the copy, to read the target, which is returned."""
+        self.streams.arrived(self)
+        return self.target
 
 
 class CopyStreams:
@@ -42,9 +49,7 @@ class CopyStreams:
 
     Example:
         >>> streams = CopyStreams()
-        >>> ticket = streams.send(torch.empty(2), torch.ones(2))
-        >>> streams.wait(ticket)
-        >>> ticket.target
+        >>> streams.send(torch.empty(2), torch.ones(2)).wait()
         tensor([1., 1.])
     """
 
@@ -58,25 +63,28 @@ class CopyStreams:
         """
         with torch.no_grad():
             target.copy_(source.detach())
-        return Ticket(target, source)
+        return Ticket(target, source, self)
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
+    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Ticket:
         """Copy to the device.
 
         Args:
             target: on the device, not read or written until the computation has waited for the ticket.
             source: in pinned host memory.
-            after: the copy that writes the source, when there is one under way.
+            after: what says that the copy is done that writes the source, when there is one under way.
         """
         with torch.no_grad():
             target.copy_(source)
-        return Ticket(target, source)
+        return Ticket(target, source, self)
+
+    def let_go(self, ticket: Ticket) -> None:
+        """Keep what a copy reads or writes on the device until it is done, whoever drops its ticket before."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Make the computation wait for a copy; the host goes on."""
+        """See `Ticket.wait`."""
 
     def arrived(self, ticket: Ticket) -> None:
-        """Make the host wait for a copy, to read what it wrote."""
+        """See `Ticket.arrived`."""
 
     def settle(self) -> None:
         """Make the host wait for all copies."""
@@ -95,12 +103,18 @@ class CudaCopyStreams(CopyStreams):
             self._out.wait_stream(self._in)
         return self._copied(self._out, target, source.detach())
 
-    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
+    def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Ticket:
         # the target was allocated in the computation's order, so its memory may be in use there
         self._in.wait_stream(torch.cuda.current_stream(self._device))
-        if after is not None and after.left is not None:
-            self._in.wait_event(after.left)
+        if after is not None:
+            self._in.wait_event(after)
         return self._copied(self._in, target, source)
+
+    def let_go(self, ticket: Ticket) -> None:
+        if ticket.target.is_cuda:
+            ticket.target.record_stream(self._in)
+        else:
+            ticket.source.record_stream(self._out)
 
     def wait(self, ticket: Ticket) -> None:
         if ticket.left is not None:
@@ -117,7 +131,7 @@ class CudaCopyStreams(CopyStreams):
     def _copied(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         with torch.cuda.stream(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
-            return Ticket(target, source, stream.record_event())
+            return Ticket(target, source, self, stream.record_event())
 
 
 class Leaving:
@@ -127,7 +141,7 @@ class Leaving:
         >>> streams = CopyStreams()
         >>> leaving = Leaving()
         >>> for _ in range(3):
-        ...     leaving.add(streams.send(torch.empty(2), torch.ones(2)), streams)
+        ...     leaving.add(streams.send(torch.empty(2), torch.ones(2)))
         >>> leaving.held_bytes
         24
         >>> leaving.retire(16)
@@ -136,41 +150,36 @@ class Leaving:
     """
 
     def __init__(self) -> None:
-        self._tickets: deque[tuple[Ticket, CopyStreams]] = deque()
+        self._tickets: deque[Ticket] = deque()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the tensors that are held."""
         # counted anew: two counts could differ after an error
-        return sum(_size_bytes(ticket.source) for ticket, _ in self._tickets)
+        return sum(ticket.source.nbytes for ticket in self._tickets)
 
-    def add(self, ticket: Ticket, streams: CopyStreams) -> None:
+    def add(self, ticket: Ticket) -> None:
         """Hold one more, until it has left."""
-        self._tickets.append((ticket, streams))
+        self._tickets.append(ticket)
 
     def retire(self, most_bytes: int) -> None:
         """Let the oldest go until no more than so many bytes are held."""
         while self.held_bytes > most_bytes:
-            ticket, streams = self._tickets[0]
-            streams.wait(ticket)
+            self._tickets[0].wait()
             self._tickets.popleft()
 
     def holds(self, target: torch.Tensor) -> bool:
         """Return whether a tensor is still held that is on its way to a target."""
-        return any(ticket.target is target for ticket, _ in self._tickets)
+        return any(ticket.target is target for ticket in self._tickets)
 
     def take_back(self, target: torch.Tensor) -> torch.Tensor | None:
         """The tensor that is on its way to a target, if it is still held; held no longer, once its copy is waited for."""
-        for at, (ticket, streams) in enumerate(self._tickets):
+        for at, ticket in enumerate(self._tickets):
             if ticket.target is target:
-                streams.wait(ticket)
+                ticket.wait()
                 del self._tickets[at]
                 return ticket.source
         return None
-
-
-def _size_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 _at_once = CopyStreams()

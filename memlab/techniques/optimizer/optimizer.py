@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan, Tier
-from memlab.runtime.optimizer_step import unhooked_step
+from memlab.runtime.optimizer_step import group_of, unhooked_step
 from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical, set_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
@@ -40,7 +40,7 @@ from memlab.techniques.optimizer.replacements import (
     is_bnb_adam,
     is_torch_adam,
 )
-from memlab.techniques.optimizer.state_formats import Group, TorchAdamFormat
+from memlab.techniques.optimizer.state_formats import TorchAdamFormat
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -99,14 +99,14 @@ class OptimizerConversion(Technique):
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         if self._row.is_already(optimizer):
-            self._note(f"already {type(optimizer).__name__}: --optim {self.choice} changes nothing")
+            self.note_once(f"already {type(optimizer).__name__}: --optim {self.choice} changes nothing")
             return
         undo.callback(self._conversions.pop, optimizer, None)
         self._conversions[optimizer] = _Conversion(
             optimizer, self.choice, self._updates, lambda: self.host.techniques()
         )
         for note in self._row.notes:
-            self._note(note)
+            self.note_once(note)
 
     def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         conversion = self._conversions.get(optimizer)
@@ -128,10 +128,6 @@ class OptimizerConversion(Technique):
     @property
     def host_bytes(self) -> int:
         return sum(conversion.host_bytes for conversion in self._conversions.values())
-
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
 
 
 class _Delegate:
@@ -199,7 +195,7 @@ class _Conversion:
         form, kept = self._delegate_of(parameter).form, dict(state)
         if form.holds(parameter, kept):
             return state
-        group = _group_of(optimizer, parameter)
+        group = group_of(optimizer, parameter)
         moments = self._source.decode(parameter, group, kept)
         self._dtypes[parameter] = moments.first.dtype
         if form.follows_dtype:
@@ -218,7 +214,7 @@ class _Conversion:
             return {name: _unparked(parameter, value) for name, value in parked.items()}
         if not form.keeps_second:
             return {}
-        group = _group_of(optimizer, parameter)
+        group = group_of(optimizer, parameter)
         moments = form.decode(parameter, group, state)
         return self._source.encode(parameter, group, moments.to(self._dtypes.get(parameter, parameter.dtype)))
 
@@ -305,11 +301,6 @@ def _restore_layouts(layouts: Sequence[tuple[Parameter, tuple[int, ...]]]) -> No
 def _number(value: Any) -> Any:
     """A setting as a plain number; learning rates and betas may be tensors."""
     return tuple(map(float, value)) if isinstance(value, (tuple, list)) else float(value)
-
-
-def _group_of(optimizer: Optimizer, parameter: Parameter) -> Group:
-    groups = optimizer.param_groups
-    return next((group for group in groups if any(own is parameter for own in group["params"])), optimizer.defaults)
 
 
 # --- refusals -------------------------------------------------------------------------------------

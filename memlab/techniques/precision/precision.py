@@ -86,11 +86,10 @@ class PrecisionChoice(Technique):
         self._scaler = LossScale()
         self._masters = Masters()
         self._pure: PureBf16 | None = None
-        self._moments = PackedMoments(self._note_once)
+        self._moments = PackedMoments(self.note_once)
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._known: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # parts that were there in a call that was looked at
+        # parts that were there in a call that was looked at
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_looked_at = False  # in this step
         self._name = ""
 
@@ -164,7 +163,7 @@ class PrecisionChoice(Technique):
             case Precision.TF32:
                 _set_matmul_precision("high", undo)
             case Precision.FP16:
-                self._scaler.watch(workload, self._note_once, undo)
+                self._scaler.watch(workload, self.note_once, undo)
             case Precision.PURE_BF16:
                 for optimizer in workload.optimizers:
                     self._moments.expect(optimizer)
@@ -232,7 +231,7 @@ class PrecisionChoice(Technique):
         if self._is(Precision.FP16):
             self._scaler.call_begins(is_own=is_own)
         if is_own:
-            self._note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
+            self.note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
             return call(*args, **kwargs)
         scale = self._scaler.scale if self._is(Precision.FP16) else 1.0
 
@@ -253,10 +252,6 @@ class PrecisionChoice(Technique):
         # within: parts leave their inputs alone as well
         with self._pure.restored([*model.parameters(), *model.buffers()]), self._pure.within():
             yield
-
-    def _note_once(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
 
     def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._is(Precision.FP16) and self._scaler.found_bad_gradients()

@@ -136,9 +136,8 @@ def _has_nothing_else(module: nn.Module, around: tuple[Linear, ...]) -> bool:
 
 def has_hooks(part: FeedForward) -> bool:
     """Return whether the loop has put hooks on modules within a part; they would be called for each tile."""
-    inner = (
-        module for module in part.owner.modules() if module is not part.owner
-    )  # its own are called once, around it
+    # its own are called once, around it
+    inner = (module for module in part.owner.modules() if module is not part.owner)
     hooks = (
         hook
         for module in inner
