@@ -237,7 +237,8 @@ def test_memory_runs_out_in_the_first_update(options: dict[str, bool]) -> None:
     found, rescuer = updated(CUDA, 0.8, 0, **options)
     assert rescuer.rescues
     assert rescuer.rescues[0].step == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for one, other in zip(found, expected, strict=True):  # on a busy machine the host may update
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])

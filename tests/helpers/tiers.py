@@ -1,12 +1,14 @@
 """Which tests run by default, and which only in the full tier (`pytest -m full`).
 
 A test is of the full tier when it is marked `full`. One that is marked `few` runs a covering array of its parameters by
-default, so that every value of every parameter occurs, and its other cases in the full tier; `few(n)` runs n cases.
+default, so that every value of every parameter occurs, and its other cases in the full tier; `few(n)` runs n cases, and
+`few(n, full=m)` no more than m in the full tier. With `MEMLAB_LONG=1` that runs all others.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,19 +18,26 @@ import pytest
 Values = Mapping[str, Hashable]
 
 
-def mark_full(items: Sequence[pytest.Item]) -> None:
-    """Mark the cases of `few` tests that do not run by default."""
+def mark_full(items: list[pytest.Item]) -> None:
+    """Mark the cases of `few` tests that do not run by default, and take out those that run in no tier."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") is not None and item.get_closest_marker("full") is None:
             cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
     for same in cases.values():
         marker = same[0].get_closest_marker("few")
         assert marker is not None
-        kept = set(covering([_values(item) for item in same], *marker.args))
+        values = [_values(item) for item in same]
+        kept = set(covering(values, *marker.args))
+        most = len(same) if os.environ.get("MEMLAB_LONG") else marker.kwargs.get("full", len(same))
+        in_full = {*kept, *covering(values, most)}
         for number, item in enumerate(same):
             if number not in kept:
                 item.add_marker(pytest.mark.full)
+            if number not in in_full:
+                left_out.add(item)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def covering(cases: Sequence[Values], count: int | None = None) -> list[int]:

@@ -18,7 +18,7 @@ def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "LARGE_BYTES", 1)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(5, full=18)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_blocks])
 def test_gradients_are_those_of_the_untouched_model(name: str, plan: str) -> None:
@@ -33,7 +33,7 @@ def test_gradients_are_those_of_the_untouched_model(name: str, plan: str) -> Non
         assert gradient_error(found[step], expected[step]) <= (4e-6 if "bert" in name else tolerances.GRADIENT)
 
 
-@pytest.mark.full
+@pytest.mark.few(0, full=3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["gpt2", "tied", "llama"])
 def test_losses_of_a_hundred_steps(name: str, plan: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import statistics
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,9 @@ FURTHER_OFF: dict[tuple[str, str], tuple[float, str]] = {
     ("lstm", "--accumulate 3 --bf16 --adam8bit"): (0.0155, _TIME_FIRST),
     ("lstm", "--accumulate 4 --offload activations,optimizer"): (0.007, _TIME_FIRST),
 }
-_NAMES = mostly_full(FAMILIES, "mlp", "tied")
+# one of each kind; `MEMLAB_LONG=1` runs the others as well
+_ALIKE = () if os.environ.get("MEMLAB_LONG") else ("gpt2", "bert classifier", "loss second", "llama")
+_NAMES = mostly_full([name for name in FAMILIES if name not in _ALIKE], "mlp", "tied")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def compared(name: str) -> list[tuple[Pair, Measurement]]:
     return [(pair, pair.measured) for pair in pairs(name) if pair.measured is not None]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, full=6)
 @pytest.mark.parametrize("name", _NAMES)
 def test_peaks_are_those_of_the_ledger(name: str) -> None:
     errors = {pair.flags: pair.error for pair, _ in compared(name)}

@@ -42,7 +42,7 @@ def no_process_left() -> Any:
         time.sleep(0.1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, full=4)
 @pytest.mark.parametrize(
     "flags", engines(*ENGINES, "fsdp2 --offload optimizer --checkpoint", "zero3 --offload optimizer")
 )
@@ -65,7 +65,7 @@ def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
     assert changed_between(Snapshot(reference), Snapshot(workload)) == []
 
 
-@pytest.mark.full
+@pytest.mark.few(0, full=2)
 @pytest.mark.parametrize(
     "flags",
     engines(

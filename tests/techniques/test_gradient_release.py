@@ -79,7 +79,7 @@ class Seen(Observer):
 # -- the same training -----------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, full=5)
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred_steps_are_the_same_bit_by_bit(name: str) -> None:
     case = CASES[name]
