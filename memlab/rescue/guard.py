@@ -184,6 +184,9 @@ class GuardedCall:
             # the loop's own containers: what the model puts there is seen by the loop
             with self._inside(), Lent(lent, lambda leaf: leaf) as lending:
                 args, kwargs = lending.lend(args), {name: lending.lend(each) for name, each in kwargs.items()}
+                if inner.keys() != {id(self._leaves[position]) for position in self._inputs}:
+                    # in objects that are no lists, dicts or tuples: copies of these
+                    args, kwargs = tree_unflatten([lent(leaf) for leaf in self._leaves], self._spec)
                 self._output = self._run(*args, **kwargs)
         except BaseException:
             self._output = None
@@ -311,8 +314,8 @@ class GuardedCall:
         return not only_scalars and (self._after is None or not self._before.random.equals(self._after))
 
     def other_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Gradients that are to be differentiated again, or those of several backward passes at once."""
-        work = self._batched if graphs.are_batched(outer) else self._differentiable
+        """Gradients that are to be differentiated again (as autograd has it under create_graph), or of several passes at once."""
+        work = self._differentiable if torch.is_grad_enabled() else self._batched
         try:
             return work(outer)
         except MemlabError as error:
@@ -413,9 +416,7 @@ class _Guarded(torch.autograd.Function):
                 return (None, *rest.gradients(gradients))
             if call is None:
                 raise RuntimeError(_TWICE)
-            if torch.is_grad_enabled() or graphs.are_batched(
-                gradients
-            ):  # the former as autograd has it under create_graph
+            if torch.is_grad_enabled() or graphs.are_batched(gradients):
                 return (None, *call.other_gradients(gradients))
             return (None, *call.gradients(gradients))
 

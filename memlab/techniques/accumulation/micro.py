@@ -174,7 +174,8 @@ class MicroRun:
             )
         again = self._again()
         now = self._random_now()
-        with self._autocast.entered(), self._as_before():
+        again._under_way = self._under_way
+        with self._autocast.entered(), self._as_before(), hooks.within(self._under_way):
             leaves = again._leaves()
         now.restore()
         return again, leaves
