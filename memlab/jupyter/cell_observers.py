@@ -128,7 +128,7 @@ class Largest(Observer):
     def forward_begins(self, batch: Batch) -> None:
         elements = batch.elements
         if elements >= self._most_elements:
-            self.batch, self._most_elements = batch, elements
+            self.batch, self._most_elements = batch.copied, elements
 
 
 class Notes(Largest):

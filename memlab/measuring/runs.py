@@ -303,7 +303,7 @@ def loss_of(workload: Workload) -> torch.Tensor:
 
 def output_of(workload: Workload) -> Any:
     """Return what the model of a workload returns for its batch."""
-    call = call_of(workload)
+    call = call_of(workload).copied
     return workload.model(*call.args, **call.kwargs)
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from memlab.errors import WorkloadError
 from memlab.runtime.tree import tensors_in
@@ -92,6 +93,17 @@ class Batch:
             (((2, 3), 'torch.float32'),)
         """
         return tuple((tuple(each.shape), str(each.dtype)) for each in self.tensors)
+
+    @property
+    def copied(self) -> Batch:
+        """The same tensors in other lists, dicts and tuples: a model, or the loop, may write to its own.
+
+        Example:
+            >>> batch = Batch(({"inputs": torch.zeros(2, 3)},), {})
+            >>> batch.copied.args[0].pop("inputs") is batch.args[0]["inputs"]
+            True
+        """
+        return Batch(*tree_map(lambda leaf: leaf, (self.args, dict(self.kwargs))))
 
     @classmethod
     def of(cls, batch: Any) -> Batch:

@@ -540,3 +540,28 @@ def test_with_the_real_predictor(shell: Any, cell: Cell) -> None:
     assert row.prediction.peak_allocated_bytes == pytest.approx(row.measurement.peak_allocated_bytes, rel=0.02)
     assert [each.plan for each in shell.user_ns["p"]] == ["as written", "--accumulate 2"]
     assert all(each.peak_reserved_bytes for each in shell.user_ns["p"])
+
+
+def test_a_batch_that_its_model_empties_is_remembered_and_the_loops_own_is_left_alone(shell: Any, cell: Cell) -> None:
+    cell("""
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    def forward(self, batch, seen):
+        target = batch.pop("target")
+        seen.append(self.body(batch["inputs"]))
+        return {"loss": (seen[-1] - target).square().mean()}
+model = Net(); optimizer = torch.optim.SGD(model.parameters(), 0.1)
+""")
+    ran = cell("""%%memfit
+for _ in range(3):
+    seen, batch = [], {"inputs": torch.ones(6, 4), "target": torch.zeros(6, 2)}
+    model(batch, seen)["loss"].backward(); optimizer.step(); optimizer.zero_grad()
+""")
+    assert ran.error is None, ran.err
+    (prediction,) = shell.run_line_magic("memfit", 'predict --plans ""').predictions
+    (measured,) = shell.run_line_magic("memfit", 'compare ""').measurements
+    assert measured.peak_allocated_bytes == prediction.peak_allocated_bytes
+    assert [sorted(shell.user_ns["batch"]), len(shell.user_ns["seen"])] == [["inputs"], 1]
