@@ -90,7 +90,8 @@ class GuardedCall:
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
         self._under_way = hooks.calls_under_way()
         self._after: RandomState | None = None
-        self._versions = _versions([*self._leaves, *aliases.originals])
+        self._watched = [*self._leaves, *aliases.originals]  # must be as they were, for another run
+        self._versions = [*map(_version, self._watched)]
         self._graph: dict[Path, torch.Tensor] | None = None
         self._rest: _Rest | None = None
         self._inner_inputs: list[torch.Tensor] = []
@@ -196,9 +197,17 @@ class GuardedCall:
         self._given = None
         self._after = RandomState()
         self._before.call_ended()
+        self._allow_own_writes()
         self._graph = differentiable(self._output)
         self._paths = list(self._graph)
         return tuple(tensor.detach() for tensor in self._graph.values())
+
+    def _allow_own_writes(self) -> None:
+        """What the call itself writes to its arguments is put back before it is run again."""
+        copied = self._before.copied_ids
+        for position, leaf in enumerate(self._leaves):
+            if id(leaf) in copied:
+                self._versions[position] = _version(leaf)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -226,9 +235,10 @@ class GuardedCall:
                 return at(self._run(*args, **kwargs), self._paths)
         finally:
             now.restore()
+            self._allow_own_writes()
 
     def _require_untouched(self) -> None:
-        if self._versions != _versions([*self._leaves, *self._aliases.originals]):
+        if self._versions != [*map(_version, self._watched)]:
             raise RuntimeError(
                 "memlab cannot run this model call again: its inputs or the weights were changed in place between "
                 "forward and backward"
@@ -455,6 +465,11 @@ class Start:
         now._graphs = [kept.seen for kept in now._state.tensors] if now._state is not None else []
         return now
 
+    @property
+    def copied_ids(self) -> set[int]:
+        """Ids of the tensors whose values are put back."""
+        return {id(kept.seen) for kept in (self._state.tensors if self._state is not None else ()) if kept.is_copied}
+
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone, and which other tensors it writes to."""
         for table, name, buffer, copy, version in self._buffers:
@@ -503,5 +518,5 @@ def _frozen_of(model: nn.Module, device: torch.device) -> list[tuple[Any, str, t
     return list(found.values()) if frozen_bytes <= 2 * trained_bytes else []
 
 
-def _versions(values: Iterable[Any]) -> list[int]:
-    return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0

@@ -87,6 +87,23 @@ def fills_a_list(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any
     return found
 
 
+class WritesToItsArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(outputs=4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        made = self.body(torch.cat([x, hidden], 1)[:, :4] + hidden)
+        hidden.copy_(made.detach())
+        return self.head(made)
+
+
+def carries_a_buffer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    hidden = torch.zeros(6, 4)
+    found = [updated(optimizer, model(torch.randn(6, 4), hidden).square().mean()) for _ in range(STEPS)]
+    return [*found, hidden]
+
+
 def forward_derivatives(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     found: list[Any] = []
     for _ in range(STEPS):
@@ -185,6 +202,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "fills a list": (FillsAList, fills_a_list),
+    "writes to its argument": (WritesToItsArgument, carries_a_buffer),
     "forward derivatives": (mlp, forward_derivatives),
     "batched gradients": (mlp, batched_gradients),
     "derived jacobians": (mlp, derived_jacobians),
