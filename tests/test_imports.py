@@ -93,6 +93,7 @@ OF_THE_CORE = (
 )
 
 
+@pytest.mark.full
 def test_the_core_stands_without_its_guests(tmp_path: Path) -> None:
     bare = shutil.ignore_patterns("__pycache__", *GUESTS)
     shutil.copytree(ROOT, tmp_path / "memlab", ignore=bare)

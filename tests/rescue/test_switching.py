@@ -182,6 +182,7 @@ def test_lossy_plans_stay_within_their_tolerance(sequence: list[Move], name: str
     assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) <= largest * reference[0]
 
 
+@pytest.mark.full
 @sequences(15, 300)
 @given(moves(plans(("", "--fp16", "--optim sgd", "--optim adafactor", "--adam8bit --fp16"))), st.just("gpt2"))
 def test_any_plans_train_and_come_off(sequence: list[Move], name: str) -> None:

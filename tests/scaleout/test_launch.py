@@ -88,6 +88,7 @@ def test_a_loss_of_the_loops_own_gets_the_outputs_of_all_rows(flags: str) -> Non
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 def test_each_rank_says_what_it_needed(capsys: pytest.CaptureFixture[str]) -> None:
     workload = gpt2()
 

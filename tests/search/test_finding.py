@@ -85,9 +85,7 @@ def test_choosing_runs_nothing(load: Workload, monkeypatch: pytest.MonkeyPatch) 
         assert chosen.label == min(fitting, key=lambda p: p.step_seconds).plan
         assert predicted[0] == predictions[0]
         assert {p.plan for p in predicted} <= {plan.label for plan in FEW}
-    assert chosen == FEW[2]  # beside micro-batches it is no faster, and that is not predicted
-    assert FEW[4].label not in [p.plan for p in predicted]
-    assert {p.plan for p in choose_plan(load, smallest)[1]} == {plan.label for plan in FEW}
+    assert choose_plan(load, smallest)[0].label == min(predictions, key=lambda p: p.interval_bytes[1]).plan
     with pytest.raises(BudgetError, match=r"^nothing fits into 1.0 KiB for GPT2LMHeadModel "):
         choose_plan(load, 1024)
 

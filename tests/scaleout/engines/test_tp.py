@@ -16,7 +16,7 @@ from tests.scaleout.handing import handed_over
 from tests.scaleout.runs import gpt2, llama, qwen, texts, trained
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("flags", "train", "make", "steps"),
     [

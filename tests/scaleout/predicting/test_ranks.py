@@ -107,6 +107,7 @@ def _llama(layers: int) -> Workload:
     return Workload(model, torch.optim.AdamW(model.parameters()), batch={"input_ids": ids, "labels": ids.clone()})
 
 
+@pytest.mark.full
 def test_how_many_gpus_hold_a_model_that_fits_none() -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = how_many(_llama(16), engines=["ddp", "fsdp2"], of=["T4", "A100 80GB"], most=64)
