@@ -330,18 +330,27 @@ class _StandIn:
         self._of_class: Any = getattr(type(module), name, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kind = type(self._module())
         # a loop may give the class another method, or the module another class: the replacement knows nothing of that
-        if self._replacement is not None and (self.before or getattr(kind, self._name, None) is self._of_class):
-            return self._replacement(*args, **kwargs)
-        return (
-            self.before(*args, **kwargs) if self.before else getattr(kind, self._name)(self._module(), *args, **kwargs)
-        )
+        is_known = self.before is not None or getattr(type(self._module()), self._name, None) is self._of_class
+        called = self._replacement if self._replacement is not None and is_known else self._users_own
+        return called(*args, **kwargs)
+
+    @property
+    def _users_own(self) -> Callable[..., Any]:
+        """What would be called without it."""
+        if self.before is not None:
+            return self.before  # type: ignore[no-any-return]
+        module = self._module()
+        return functools.partial(getattr(type(module), self._name), module)
 
     def __getattr__(self, name: str) -> Any:
         if "_of_class" not in vars(self):
             raise AttributeError(name)
-        return getattr(self.before or MethodType(self._of_class, self._module()), name)
+        module = self._module()
+        # what one finds on the method without memlab
+        return getattr(
+            self.before if self.before is not None or module is None else MethodType(self._of_class, module), name
+        )
 
     def step_aside(self) -> None:
         """Call what was there before, from now on."""
