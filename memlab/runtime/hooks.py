@@ -331,7 +331,10 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a loop may give the class another method, or the module another class: the replacement knows nothing of that
-        is_known = self.before is not None or getattr(type(self._module()), self._name, None) is self._of_class
+        kind = type(self._module())
+        now = getattr(kind, self._name, None)
+        is_sharded = now is None or hasattr(kind, "unshard")  # FSDP2 gives modules classes of its own
+        is_known = self.before is not None or now is self._of_class or is_sharded
         called = self._replacement if self._replacement is not None and is_known else self._users_own
         return called(*args, **kwargs)
 
