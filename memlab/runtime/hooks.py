@@ -26,7 +26,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -148,7 +148,7 @@ class CallHook:
         undo.callback(self._remove, instance)
         instance[CALL] = self
         if _has_own_call(type(model)):
-            original = model.forward
+            original = method_of(model, "forward")
             handled = functools.wraps(original)(lambda *args, **kwargs: self.handle(original, args, kwargs))
             stand_in(model, "forward", handled, undo)
 
@@ -247,6 +247,27 @@ def is_compiled(model: nn.Module) -> bool:
     return any(type(part).__name__ == "OptimizedModule" or own_attributes(part).get(CALL) for part in model.modules())
 
 
+def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return what calls a method of a module as it then is: a loop may give the class another one, or the module another class.
+
+    Example:
+        >>> module = nn.ReLU()
+        >>> forward = method_of(module, "forward")
+        >>> module.__class__ = nn.Tanh
+        >>> forward(torch.ones(1) * 20)
+        tensor([1.])
+    """
+    now = getattr(module, name)
+    if name in vars(module):
+        return now  # type: ignore[no-any-return]
+
+    @functools.wraps(now)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return getattr(type(module), name)(module, *args, **kwargs)
+
+    return method
+
+
 def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
     """Give one module another method of a name, which its copies and pickles do not have, until undone.
 
@@ -261,7 +282,7 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
         True
     """
     instance = module.__dict__
-    standing = _StandIn(replacement, instance.get(name), module, name)
+    standing = _StandIn(replacement, instance.get(name))
 
     def restore() -> None:
         above = instance.get(name)
@@ -276,7 +297,7 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
             above = above.before
         if isinstance(above, _StandIn):
             above.before = standing.before
-            standing.step_aside()
+            standing.step_aside(weakref.ref(module), name)
 
     keep_out_of_copies(module, undo)
     undo.callback(restore)
@@ -321,43 +342,24 @@ def is_ours(hook: Any) -> bool:
 class _StandIn:
     """A method of one module instance."""
 
-    def __init__(self, replacement: Callable[..., Any], before: Any, module: nn.Module, name: str) -> None:
+    def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
         # first: it takes over the attributes of what it wraps, which may be another of these
         functools.update_wrapper(self, replacement)
-        self._replacement: Callable[..., Any] | None = replacement  # what is called
+        self._replacement = replacement  # what is called
         self.before = before  # the attribute of the instance that it stands in for; None where there was none
-        self._module, self._name = weakref.ref(module), name
-        self._of_class: Any = getattr(type(module), name, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a loop may give the class another method, or the module another class: the replacement knows nothing of that
-        kind = type(self._module())
-        now = getattr(kind, self._name, None)
-        is_sharded = now is None or hasattr(kind, "unshard")  # FSDP2 gives modules classes of its own
-        is_known = self.before is not None or now is self._of_class or is_sharded
-        called = self._replacement if self._replacement is not None and is_known else self._users_own
-        return called(*args, **kwargs)
-
-    @property
-    def _users_own(self) -> Callable[..., Any]:
-        """What would be called without it."""
-        if self.before is not None:
-            return self.before  # type: ignore[no-any-return]
-        module = self._module()
-        return functools.partial(getattr(type(module), self._name), module)
+        return self._replacement(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if "_of_class" not in vars(self):
-            raise AttributeError(name)
-        module = self._module()
-        # what one finds on the method without memlab
-        return getattr(
-            self.before if self.before is not None or module is None else MethodType(self._of_class, module), name
-        )
+        # as of a function: `torch.export` looks at its code
+        return getattr(vars(self).get("__wrapped__"), name)
 
-    def step_aside(self) -> None:
+    def step_aside(self, module: weakref.ref[nn.Module], name: str) -> None:
         """Call what was there before, from now on."""
-        self._replacement = None
+        self._replacement = self.before or (
+            lambda *args, **kwargs: getattr(type(module()), name)(module(), *args, **kwargs)
+        )
 
     @property
     def users(self) -> Any:

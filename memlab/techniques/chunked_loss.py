@@ -27,7 +27,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.runtime.hooks import own_attributes, stand_in
+from memlab.runtime.hooks import method_of, own_attributes, stand_in
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
@@ -131,12 +131,12 @@ def _widening_layers(model: nn.Module) -> list[nn.Linear]:
     return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features > 4 * m.in_features]
 
 
-def _deferring(head: nn.Linear, waiting: Waiting) -> Callable[[torch.Tensor], torch.Tensor]:
-    original = head.forward
+def _deferring(head: nn.Linear, waiting: Waiting) -> Callable[[torch.Tensor], Any]:
+    original, product = method_of(head, "forward"), type(head).forward
 
     @functools.wraps(original)
-    def deferring(hidden: torch.Tensor) -> torch.Tensor:
-        if not (head.training and torch.is_grad_enabled()):
+    def deferring(hidden: torch.Tensor) -> Any:
+        if not (head.training and torch.is_grad_enabled()) or type(head).forward is not product:
             return original(hidden)
         logits = DeferredLogits.of(hidden, head)
         waiting.add(logits)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.runtime.hooks import stand_in
+from memlab.runtime.hooks import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
 
@@ -56,7 +56,7 @@ def in_groups(model: nn.Module, kinds: tuple[type[nn.Module], ...], rows: Sequen
     with ExitStack() as undo:
         for module in model.modules():
             if kinds and isinstance(module, kinds):
-                stand_in(module, "forward", _grouped(module.forward, rows), undo)
+                stand_in(module, "forward", _grouped(method_of(module, "forward"), rows), undo)
         yield
 
 

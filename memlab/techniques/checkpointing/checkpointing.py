@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.graphs import why_as_written
-from memlab.runtime.hooks import is_compiled, stand_in
+from memlab.runtime.hooks import is_compiled, method_of, stand_in
 from memlab.runtime.modules import cache_off, refuse_kept_weights, repeated_blocks, without_cache
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
@@ -281,7 +281,7 @@ class Checkpointing(Technique):
     # -- running them --------------------------------------------------------------------------
 
     def _whole(self, part: Part) -> Callable[..., Any]:
-        original = part.owner.forward
+        original = method_of(part.owner, "forward")
 
         @functools.wraps(original)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ class Checkpointing(Technique):
         return checkpointed
 
     def _in_runs(self, owner: nn.Module, parts: Sequence[Part]) -> Callable[..., Any]:
-        original = owner.forward
+        original = method_of(owner, "forward")
         children = list(owner._modules.values())
         by_start = {part.span[0]: part for part in parts if part.span is not None}
 

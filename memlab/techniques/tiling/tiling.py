@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
 from memlab.runtime.autocast import without_cached_casts
-from memlab.runtime.hooks import stand_in
+from memlab.runtime.hooks import method_of, stand_in
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
@@ -155,7 +155,7 @@ class Tiling(Technique):
         return [linear for linear in linears_of(model) if id(linear.module) not in {id(model), *heads}]
 
     def _over_rows(self, part: FeedForward, block: nn.Module | None) -> Callable[..., Any]:
-        original = getattr(part.owner, part.method)
+        original = method_of(part.owner, part.method)
         contexts = functools.partial(contexts_within, block)
 
         def on_tile(rows: torch.Tensor) -> Any:
@@ -180,10 +180,12 @@ class Tiling(Technique):
 
     def _over_features(self, linear: Linear) -> Callable[..., Any]:
         module = linear.module
-        original = module.forward
+        original, product = method_of(module, "forward"), type(module).forward
 
         @functools.wraps(original)
         def tiled(*args: Any, **kwargs: Any) -> Any:
+            if type(module).forward is not product:
+                return original(*args, **kwargs)
             inputs = _only_tensor(args, kwargs)
             dtype = None if inputs is None else _cast_to(inputs, linear)
             if dtype is None or not (module.training and torch.is_grad_enabled()):
