@@ -135,8 +135,9 @@ def overlapped_share(run: object) -> float:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
         run()  # type: ignore[operator]
         torch.cuda.synchronize()
-    names = sorted({event.name[:60] for event in profiled.events()})
-    on_device = [event for event in profiled.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    events = list(profiled.events())  # once: they are not to be had again
+    names = sorted({event.name[:60] for event in events})
+    on_device = [event for event in events if event.device_type is torch.autograd.DeviceType.CUDA]
     copies = [e.time_range for e in on_device if "HtoD" in e.name or "DtoH" in e.name]
     kernels = [e.time_range for e in on_device if not e.name.startswith(("Mem", "mem"))]
     assert copies, names
