@@ -15,6 +15,7 @@ and updates have parameters and gradients in common that are nowhere on it: ther
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -383,6 +384,7 @@ def _elsewhere_bytes(workloads: Sequence[Workload]) -> int:
     on_gpu = workloads[0].device
     if on_gpu.type != "cuda":
         return 0
+    gc.collect()  # as before measuring: models of earlier cells that only cycles keep are no part of what goes on
     ledger = Ledger("cuda")
     for each in workloads:
         session = session_of(each.model)

@@ -164,16 +164,29 @@ def test_steps_that_are_watched_count_as_others_do():
 
 @pytest.mark.memory
 def test_what_is_no_part_of_the_loop_is_measured_and_predicted_alike():
+    gc.collect()
+    left_bytes = device_for(torch.device("cuda")).elsewhere_bytes(0)  # by the tests before this one
     other, data = torch.nn.Linear(4096, 4096).cuda(), torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 4096)).cuda()
     batch = torch.zeros(4096, 1024, device="cuda"), torch.zeros(4096, dtype=torch.long, device="cuda")
     workload = Workload(model, torch.optim.SGD(model.parameters()), batch=batch, loss_fn=F.cross_entropy)
     measured = measure(workload, "", steps=2)
     predicted = predict(workload)
-    held = data.nbytes + sum(parameter.nbytes for parameter in other.parameters())
+    held = left_bytes + data.nbytes + sum(parameter.nbytes for parameter in other.parameters())
     for each in (measured, predicted):
         assert each.breakdown[Category.ELSEWHERE] == pytest.approx(held, abs=2 * MIB)
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, abs=4 * MIB)
+
+
+@pytest.mark.memory
+def test_a_model_of_an_earlier_cell_that_only_a_cycle_keeps_is_not_predicted():
+    model = torch.nn.Linear(256, 256).cuda()
+    workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.zeros(8, 256, device="cuda"),))
+    alone = predict(workload).peak_allocated_bytes
+    earlier = torch.nn.Linear(4096, 4096).cuda()
+    earlier.itself = [earlier]
+    del earlier
+    assert predict(workload).peak_allocated_bytes == alone
 
 
 @pytest.mark.memory
