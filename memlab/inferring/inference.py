@@ -35,9 +35,10 @@ from memlab.plan.fields import BY_NAME
 from memlab.records import Category
 from memlab.records.inference import InferenceRecord
 from memlab.runtime.cuda_room import most_bytes
-from memlab.runtime.hooks import CallHook, is_compiled, on_first_step, stand_in
+from memlab.runtime.hooks import CallHook, is_compiled, on_first_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
+from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.workload import Batch, Workload, steps_some_of, unwrap_model
 from memlab.session import session_of
 from memlab.trace.tracer import Tracer

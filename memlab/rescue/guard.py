@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,19 +35,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
+from memlab.rescue.start import Start
 from memlab.runtime import graphs, hooks
-from memlab.runtime.aliases import Aliases, put_back
+from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real, requires_grad
-from memlab.runtime.model_state import State, Written
-from memlab.runtime.reach import SMALL_BYTES
-from memlab.runtime.rng import Randomness, RandomState
-from memlab.runtime.touch import own_class
+from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
 from memlab.runtime.workload import Batch
 
@@ -56,9 +53,6 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 
-_SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
-_written = Written()
-_left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
@@ -429,93 +423,6 @@ class _Guarded(torch.autograd.Function):
             if torch.is_grad_enabled() or graphs.are_batched(gradients):
                 return (None, *call.other_gradients(gradients))
             return (None, *call.gradients(gradients))
-
-
-class Start:
-    """Start of a model call: what the model reaches, and random states.
-
-    A large buffer that calls have left alone so far (a mask, a table) is not copied.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
-        # of the call; None where no more than random states and buffers is worth the time
-        self._objects = objects
-        self._model, self._device = model, device
-        self._graphs: list[torch.Tensor | None] = []
-        self._state = None if objects is None else State.of_model(model, device, objects, _written)
-        self._random = Randomness() if self._state is None else self._state.random
-        self._buffers = [
-            (table, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
-            for table, name, buffer in (*_buffers_of(model), *_frozen_of(model, device))
-            if not buffer.is_inference() and not self._is_in_state(buffer)
-        ]
-
-    def _is_in_state(self, buffer: torch.Tensor) -> bool:
-        is_small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
-        return self._state is not None and is_small and own_class(buffer) is torch.Tensor
-
-    @property
-    def random(self) -> RandomState:
-        """Random state of torch."""
-        return self._random.torch
-
-    def now(self) -> Start:
-        """The same things as they are at this moment, to be put back soon: tensors keep their graphs."""
-        now = Start(self._model, self._device, self._objects)
-        now._graphs = [kept.seen for kept in now._state.tensors] if now._state is not None else []
-        return now
-
-    @property
-    def copied_ids(self) -> set[int]:
-        """Ids of the tensors whose values are put back."""
-        return {id(kept.seen) for kept in (self._state.tensors if self._state is not None else ()) if kept.is_copied}
-
-    def call_ended(self) -> None:
-        """Learn which buffers a call leaves alone, and which other tensors it writes to."""
-        for table, name, buffer, copy, version in self._buffers:
-            is_same = name in table and table[name] is buffer and buffer._version == version  # of torch.jit, no dict
-            if not is_same:
-                _left_alone.pop(buffer, None)
-            elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):
-                _left_alone[buffer] = True  # by values: BatchNorm, and writes to `.data`, leave versions alone
-        if self._state is not None:
-            self._state.learn()
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        if self._state is not None:
-            self._state.restore()
-        else:
-            self._random.restore()
-        for table, name, buffer, copy, _ in self._buffers:
-            if name not in table or table[name] is not buffer:
-                table[name] = buffer
-            if copy is not None:
-                # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
-                put_back(buffer, copy)
-
-
-def _buffers_of(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Buffers, each with the table that holds it and its name there."""
-    for module in model.modules():
-        yield from ((module._buffers, name, each) for name, each in module._buffers.items() if each is not None)
-
-
-def _frozen_of(model: nn.Module, device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
-    """The same of parameters that do not train, of which a forward pass may keep averages (MoCo).
-
-    None where they are most of the model: base weights beside adapters, which nothing writes to.
-    """
-    found: dict[int, tuple[Any, str, torch.Tensor]] = {}
-    trained_bytes = frozen_bytes = 0
-    for module in model.modules():
-        for name, each in module._parameters.items():
-            if each is not None and each.requires_grad:
-                trained_bytes += each.nbytes
-            elif each is not None and type(each) is nn.Parameter and each.device == device and id(each) not in found:
-                found[id(each)] = module._parameters, name, each
-                frozen_bytes += each.nbytes
-    return list(found.values()) if frozen_bytes <= 2 * trained_bytes else []
 
 
 def _version(value: Any) -> int:

@@ -33,9 +33,10 @@ from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.fallback import Place
-from memlab.rescue.guard import GuardedCall, Start, _Guarded
+from memlab.rescue.guard import GuardedCall, _Guarded
 from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.recovery import Recovery
+from memlab.rescue.start import Start
 from memlab.rescue.update import Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memlab.runtime.hooks import is_stand_in
+from memlab.runtime.stand_ins import is_stand_in
 
 # stands for what is not there
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()

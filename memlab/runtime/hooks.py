@@ -8,9 +8,7 @@ How each is taken over, and given back:
    run around the hook, once per call, as they run around ``forward``.
 2. A call that something else looks through is left alone: one that is traced (``torch.jit``), one inside a compiled
    function (unless the model cannot run without), and a model's call of itself.
-3. Methods that torch has no such place for (``generate``, the forward of a block) get a `stand_in`: an attribute of the
-   instance, and an ``__getstate__`` beside it that leaves both out of pickles and copies. So does ``forward`` where a
-   class has a ``__call__`` of its own, which may pass torch's by.
+3. ``forward`` gets a `stand_in` where a class has a ``__call__`` of its own, which may pass torch's by.
 4. *Optimizer step.* A step pre-hook, torch's own registration, does the update; it then hands the
    original ``step`` a stand-in of the optimizer that has no parameters. So it works below LR
    schedulers, ``GradScaler``, Accelerate and Fabric, which all keep their own references to
@@ -19,7 +17,6 @@ How each is taken over, and given back:
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 import threading
@@ -34,15 +31,20 @@ from torch import nn
 
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import Caller
+from memlab.runtime.stand_ins import (
+    CALL,
+    InPlace,
+    copies_itself,
+    keep_out_of_copies,
+    method_of,
+    own_attributes,
+    stand_in,
+)
 
 ForwardHandler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
-CALL = "_compiled_call_impl"
-_STATE, _COPY = "__getstate__", "__deepcopy__"
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
-class CallHook:
+class CallHook(InPlace):
     """Stands in for a model's call while a session is attached.
 
     Args:
@@ -66,8 +68,6 @@ class CallHook:
         self._traced, self._replicated = traced, replicated
         self._breaks_graphs = breaks_graphs
         self._handler: ForwardHandler | None = handler
-        # what stood in its place before, compiled code or another hook; None for torch's own call
-        self.further_in: Callable[..., Any] | None = None
         # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
         self._calls: dict[int, Caller] = {}
         _call_hooks.add(self)
@@ -89,10 +89,10 @@ class CallHook:
         if getattr(called, "_is_replica", False):  # with all attributes of the model, this hook too
             self._replicated()
             return called._call_impl(*args, **kwargs)  # type: ignore[union-attr]
-        call = self.further_in or model._call_impl
+        call = self.before or model._call_impl
         if not self._takes_over():
             return call(*args, **kwargs)
-        if self.further_in is not None:
+        if self.before is not None:
             return self._handled(call, args, kwargs)
         if not _has_hooks(model):
             return self._handled(model.forward, args, kwargs)
@@ -108,11 +108,6 @@ class CallHook:
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
         return None
-
-    @property
-    def users(self) -> Any:
-        """Return what ``model.compile()`` has put there, or None."""
-        return self.further_in.users if isinstance(self.further_in, CallHook) else self.further_in
 
     def _takes_over(self) -> bool:
         is_free = self._handler is not None and self._is_free(sys._getframe(1))
@@ -142,8 +137,8 @@ class CallHook:
         model = self._model()
         assert model is not None
         instance = model.__dict__
-        self.further_in = instance.get(CALL)
-        if _copies_itself(model):  # torch's own state leaves the hook out
+        self.before = instance.get(CALL)
+        if copies_itself(model):  # torch's own state leaves the hook out
             keep_out_of_copies(model, undo)
         undo.callback(self._remove, instance)
         instance[CALL] = self
@@ -168,7 +163,7 @@ class CallHook:
         """Put the hook back in place, around what stands there by now."""
         model = self._model()
         if model is not None and self._handler is not None:
-            self.further_in = model.__dict__.get(CALL)
+            self.before = model.__dict__.get(CALL)
             model.__dict__[CALL] = self
 
     def _remove(self, instance: dict[str, Any]) -> None:
@@ -178,10 +173,10 @@ class CallHook:
             self._leave(instance)
 
     def _leave(self, instance: dict[str, Any]) -> None:
-        if self.further_in is None:
+        if self.before is None:
             del instance[CALL]
         else:
-            instance[CALL] = self.further_in
+            instance[CALL] = self.before
 
 
 _call_hooks: weakref.WeakSet[CallHook] = weakref.WeakSet()
@@ -245,183 +240,6 @@ def is_compiled(model: nn.Module) -> bool:
         (False, True)
     """
     return any(type(part).__name__ == "OptimizedModule" or own_attributes(part).get(CALL) for part in model.modules())
-
-
-def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return what calls a method of a module as it then is: a loop may give the class another one, or the module another class.
-
-    Example:
-        >>> module = nn.ReLU()
-        >>> forward = method_of(module, "forward")
-        >>> module.__class__ = nn.Tanh
-        >>> forward(torch.ones(1) * 20)
-        tensor([1.])
-    """
-    now = getattr(module, name)
-    if name in vars(module):
-        return now  # type: ignore[no-any-return]
-
-    @functools.wraps(now)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return getattr(type(module), name)(module, *args, **kwargs)
-
-    return method
-
-
-def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
-    """Give one module another method of a name, which its copies and pickles do not have, until undone.
-
-    Example:
-        >>> import copy
-        >>> module = nn.Linear(2, 2)
-        >>> with ExitStack() as undo:
-        ...     stand_in(module, "forward", abs, undo)
-        ...     "forward" in vars(module), "forward" in vars(copy.deepcopy(module))
-        (True, False)
-        >>> vars(module).keys() == vars(nn.Linear(2, 2)).keys()
-        True
-    """
-    instance = module.__dict__
-    standing = _StandIn(replacement, instance.get(name))
-
-    def restore() -> None:
-        above = instance.get(name)
-        if above is standing:
-            if standing.before is None:
-                del instance[name]
-            else:
-                instance[name] = standing.before
-            return
-        # one that was put over it since, as where two models share the module, calls what was there before
-        while isinstance(above, _StandIn) and above.before is not standing:
-            above = above.before
-        if isinstance(above, _StandIn):
-            above.before = standing.before
-            standing.step_aside(weakref.ref(module), name)
-
-    keep_out_of_copies(module, undo)
-    undo.callback(restore)
-    instance[name] = standing
-
-
-def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
-    """Leave stand-ins and hooks of memlab's on a module out of its copies and pickles, until undone.
-
-    Call it before they are put there, so that it is undone after them.
-    """
-    instance = module.__dict__
-
-    def restore() -> None:
-        is_needed = (
-            any(isinstance(value, _StandIn) for value in instance.values())
-            or any(is_ours(hook) for key in _HOOKS for hook in instance[key].values())
-            or (_copies_itself(module) and isinstance(instance.get(CALL), CallHook))
-        )
-        if not is_needed:
-            instance.pop(_STATE, None)
-            if _is_answer(instance.get(_COPY)):
-                del instance[_COPY]
-
-    undo.callback(restore)
-    instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
-    # of parametrized layers, say: it does not ask for a state
-    if hasattr(type(module), _COPY) and _COPY not in instance:
-        instance[_COPY] = functools.partial(_copied_without_stand_ins, weakref.ref(module))
-
-
-def _copies_itself(module: nn.Module) -> bool:
-    return type(module).__getstate__ is not nn.Module.__getstate__ or hasattr(type(module), _COPY)
-
-
-def is_ours(hook: Any) -> bool:
-    """Return whether a hook is memlab's own: no copy has it, and what is put back of a module leaves it alone."""
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(home).partition(".")[0] == "memlab"
-
-
-class _StandIn:
-    """A method of one module instance."""
-
-    def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
-        # first: it takes over the attributes of what it wraps, which may be another of these
-        functools.update_wrapper(self, replacement)
-        self._replacement = replacement  # what is called
-        self.before = before  # the attribute of the instance that it stands in for; None where there was none
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._replacement(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # as of a function: `torch.export` looks at its code
-        return getattr(vars(self).get("__wrapped__"), name)
-
-    def step_aside(self, module: weakref.ref[nn.Module], name: str) -> None:
-        """Call what was there before, from now on."""
-        self._replacement = self.before or (
-            lambda *args, **kwargs: getattr(type(module()), name)(module(), *args, **kwargs)
-        )
-
-    @property
-    def users(self) -> Any:
-        """The user's own attribute, or None."""
-        return self.before.users if isinstance(self.before, _StandIn) else self.before
-
-
-def is_stand_in(value: Any) -> bool:
-    """Return whether an attribute of a module is a method that memlab has put there."""
-    return isinstance(value, _StandIn)
-
-
-def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module instance that memlab has not put there.
-
-    Example:
-        >>> module = nn.Linear(2, 2)
-        >>> with ExitStack() as undo:
-        ...     stand_in(module, "forward", abs, undo)
-        ...     own_attributes(module).keys() == vars(nn.Linear(2, 2)).keys()
-        True
-    """
-    return _cleaned(vars(module))
-
-
-def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    own = {}
-    for key, value in attributes.items():
-        users = None if _is_answer(value) else value.users if isinstance(value, (CallHook, _StandIn)) else value
-        if users is value or users is not None:
-            own[key] = users
-    ours = {number for key in _HOOKS for number, hook in own.get(key, {}).items() if is_ours(hook)}
-    for key in (*_HOOKS, *HOOK_OPTIONS) if ours else ():
-        if key in own:
-            own[key] = type(own[key])((number, hook) for number, hook in own[key].items() if number not in ours)
-    return own
-
-
-def _state_without_stand_ins(module: weakref.ref[nn.Module]) -> Any:
-    """The state of a module for a pickle or a copy, as it would be without memlab."""
-    alive: Any = module()
-    kind: Any = type(alive)
-    state = kind.__getstate__(alive)
-    return _cleaned(state) if isinstance(state, dict) else state
-
-
-def _copied_without_stand_ins(module: weakref.ref[nn.Module], memo: dict[int, Any]) -> Any:
-    """A copy as the class of a module makes it, as it would be without memlab."""
-    alive: Any = module()
-    own = _cleaned(vars(alive))
-    for key, value in vars(alive).items():
-        if own.get(key, memo) is not value:
-            memo[id(value)] = copy.deepcopy(own.get(key), memo)
-    made = type(alive).__deepcopy__(alive, memo)
-    for key in vars(alive).keys() - own.keys():
-        vars(made).pop(key, None)
-    return made
-
-
-def _is_answer(value: Any) -> bool:
-    answers = (_state_without_stand_ins, _copied_without_stand_ins)
-    return isinstance(value, functools.partial) and value.func in answers
 
 
 def chained(wrappers: Sequence[ForwardHandler], innermost: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.runtime import containers
-from memlab.runtime.hooks import HOOK_OPTIONS, is_ours
 from memlab.runtime.rng import is_generator
+from memlab.runtime.stand_ins import HOOK_OPTIONS, is_ours
 
 # tensors and arrays up to this size are copied whatever is known of them, since some operators write without a trace
 SMALL_BYTES = 64 * 1024

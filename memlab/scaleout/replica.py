@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.runtime.hooks import CALL, own_attributes
+from memlab.runtime.stand_ins import CALL, own_attributes
 from memlab.runtime.tree import tensors_in
 
 _MOST_ENTRIES = 10_000  # longer containers are data

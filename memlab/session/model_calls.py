@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.rescue.guard import Start
+from memlab.rescue.start import Start
 from memlab.runtime import graphs
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import interruptible, uninterrupted

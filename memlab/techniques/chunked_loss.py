@@ -27,8 +27,8 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.runtime.hooks import method_of, own_attributes, stand_in
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
+from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
 from memlab.units import MIB

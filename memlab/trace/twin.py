@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
-from memlab.runtime.hooks import HOOK_OPTIONS
 from memlab.runtime.reach import MODULE_HOOKS, keeps_state_in_modules
+from memlab.runtime.stand_ins import HOOK_OPTIONS
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import own_attributes
 from memlab.runtime.workload import Batch, Workload

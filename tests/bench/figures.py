@@ -15,7 +15,7 @@ from memlab.measuring.runs import measure, training_step
 from memlab.measuring.steps import Meter
 from memlab.records import Category
 from memlab.records.comparison import Comparison
-from memlab.runtime.hooks import CALL
+from memlab.runtime.stand_ins import CALL
 from memlab.session import Session, fit, session_of
 from memlab.units import format_bytes
 from tests.bench.timing import paired

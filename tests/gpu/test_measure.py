@@ -1,5 +1,6 @@
 """The CUDA device on a real GPU: counters, events, capacity and categories."""
 
+import gc
 from dataclasses import replace
 
 import pytest

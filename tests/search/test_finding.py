@@ -91,6 +91,37 @@ def test_choosing_runs_nothing(load: Workload, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
+    ("seconds", "split"),
+    [
+        ({"--checkpoint": 1.5}, ()),
+        ({"--checkpoint": 1.5, "as written": 0.5, "--accumulate 2": 0.7}, ("--accumulate 2",)),
+    ],
+)
+def test_micro_batches_are_predicted_only_where_they_could_be_the_fastest(
+    load: Workload, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], split: tuple[str, ...]
+) -> None:
+    """Of what does not fit whole, where that is faster than what fits; never of a plan that fits."""
+    mebibytes = {"as written": 100, "--chunk-loss": 90, "--checkpoint": 40}
+    asked: list[str] = []
+
+    def predict(plans: list[Plan]) -> list[Prediction]:
+        asked.extend(plan.label for plan in plans)
+        return [
+            Prediction(
+                plan.label, "cpu", peak, None, 0, {}, (), seconds.get(plan.label, 2.0), 4, 0, (peak, peak), (1.0, 2.0)
+            )
+            for plan in plans
+            for peak in (mebibytes.get(plan.label, 30) * MIB,)
+        ]
+
+    monkeypatch.setattr(finding, "predicting", lambda *args, **more: predict)
+    plan, _ = choose_plan(load, 50 * MIB)
+    whole = ["as written", "--chunk-loss", "--checkpoint", "--accumulate 4 --checkpoint --adam8bit --chunk-loss"]
+    assert asked == [*whole, *split]
+    assert plan.label == (split or ("--checkpoint",))[0]
+
+
+@pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
         ({"budget": "8GX"}, PlanError, "size '8GX': expected a number above zero and its unit, as in '8GiB', '512MiB' or '24GB'"),

@@ -12,8 +12,8 @@ from memlab import Workload, fit
 from memlab.measuring.device import CpuDevice
 from memlab.measuring.steps import Meter
 from memlab.rescue.rescuer import Rescuer
-from memlab.runtime.hooks import CALL
 from memlab.runtime.observer import Observer
+from memlab.runtime.stand_ins import CALL
 from memlab.session import Session
 
 

@@ -25,7 +25,7 @@ from memlab.errors import SessionError, WorkloadError
 from memlab.measuring.device import device_for
 from memlab.measuring.ledger import Ledger
 from memlab.measuring.steps import Meter
-from memlab.rescue.guard import Start
+from memlab.rescue.start import Start
 from memlab.runtime.observer import Observer
 from memlab.session import Session, session_of, sessions
 from memlab.session.snapshot import Snapshot

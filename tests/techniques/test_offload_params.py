@@ -18,8 +18,8 @@ from memlab.measuring.device import CpuDevice
 from memlab.measuring.runs import training_step
 from memlab.plan import Precision
 from memlab.records import Category
-from memlab.runtime.hooks import stand_in
 from memlab.runtime.modules import repeated_blocks
+from memlab.runtime.stand_ins import stand_in
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.offload.spill import is_spilled
 from tests.helpers.snapshots import changed_between

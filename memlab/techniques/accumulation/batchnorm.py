@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.runtime.hooks import method_of, stand_in
+from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
 

@@ -29,9 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.graphs import why_as_written
-from memlab.runtime.hooks import is_compiled, method_of, stand_in
+from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import cache_off, refuse_kept_weights, repeated_blocks, without_cache
 from memlab.runtime.rng import Randomness
+from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique

@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memlab.errors import RefusalError
-from memlab.runtime.hooks import CALL, own_attributes
 from memlab.runtime.interrupts import interruptible
+from memlab.runtime.stand_ins import CALL, own_attributes
 
 _BUDGET = 0.1
 _SPLITS = "choose_saved_values_set"  # torch's function that reads the budget

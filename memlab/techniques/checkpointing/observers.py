@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memlab.runtime.hooks import is_ours
 from memlab.runtime.reach import GLOBAL_FORWARD_HOOKS
+from memlab.runtime.stand_ins import is_ours
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 # where the engines are at home that memlab itself puts on models: their hooks bring parameters

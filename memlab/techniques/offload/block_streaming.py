@@ -35,10 +35,10 @@ from torch.overrides import TorchFunctionMode
 from memlab.runtime.autocast import without_cached_casts
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.homes import rests
-from memlab.runtime.hooks import keep_out_of_copies
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import WhileAlive, is_shared
+from memlab.runtime.stand_ins import keep_out_of_copies
 from memlab.techniques.offload.spill import Spill
 from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
 

@@ -26,8 +26,8 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.runtime.aliases import is_in_shared_memory
-from memlab.runtime.hooks import stand_in
 from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.touch import own_class
 from memlab.techniques.precision.masters import Masters
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.autocast import without_autocast
-from memlab.runtime.hooks import is_ours
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
+from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 

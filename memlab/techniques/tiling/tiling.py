@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint
 from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
 from memlab.runtime.autocast import without_cached_casts
-from memlab.runtime.hooks import method_of, stand_in
 from memlab.runtime.modules import repeated_blocks
+from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.techniques.base import Description, ModelCall, Technique
