@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, MutableMapping
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memlab.runtime.stand_ins import is_stand_in
+from memlab.runtime.stand_ins import StandIn
 
 # stands for what is not there
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
@@ -48,6 +49,14 @@ class Container(ABC):
     def write(self, key: Any, value: Any) -> None:
         """Put a value under a key; ABSENT takes away what is there."""
 
+    def glance(self) -> Any:
+        """Return what `is_as` compares with."""
+        return None
+
+    def is_as(self, glance: Any) -> bool:
+        """Return whether it is seen at once that nothing has changed since; what is not seen so may still be the same."""
+        return False
+
     def fill(self, items: Items) -> None:
         """Have it hold these and nothing else; nothing is written that is so already."""
         now = self.read()
@@ -79,7 +88,16 @@ class Mapping(Container):
 
     def read(self) -> Items:
         # past the `__getitem__` of a class of the user's, or of an engine's
-        return {key: value for key, value in self.held.items() if key not in self._skipped and not is_stand_in(value)}
+        skipped = self._skipped
+        return {key: value for key, value in self.held.items() if key not in skipped and not isinstance(value, StandIn)}
+
+    def glance(self) -> Any:
+        return [*self.held], [*self.held.values()]
+
+    def is_as(self, glance: Any) -> bool:
+        keys, values = glance
+        same = len(keys) == len(self.held) and all(map(operator.is_, self.held, keys))
+        return same and all(map(operator.is_, self.held.values(), values))
 
     def write(self, key: Any, value: Any) -> None:
         if value is ABSENT:
@@ -90,7 +108,7 @@ class Mapping(Container):
     def fill(self, items: Items) -> None:
         if self._skipped:
             # a plan that has come or gone meanwhile sees to what stands in for methods
-            super().fill({key: value for key, value in items.items() if not is_stand_in(self.held.get(key))})
+            super().fill({key: value for key, value in items.items() if not isinstance(self.held.get(key), StandIn)})
             return
         now = list(self.held.items())
         if len(now) != len(items) or any(
@@ -111,6 +129,12 @@ class Names(Mapping):
 
     def read(self) -> Items:
         return {name: self.held.get(name, ABSENT) for name in self._names}
+
+    def glance(self) -> Any:
+        return [*self.read().values()]
+
+    def is_as(self, glance: Any) -> bool:
+        return all(map(operator.is_, self.read().values(), glance))
 
     def fill(self, items: Items) -> None:
         Container.fill(self, items)

@@ -111,11 +111,13 @@ class Walk(ABC):
         for key in MODULE_HOOKS:
             for hook in attributes[key].values():
                 self._function(hook, f"a hook of {path or type(module).__name__}", 1)
+        if "forward" in attributes:
+            self._function(attributes["forward"], f"forward of {path or type(module).__name__}", 1)
+        if id(type(module)) in self._seen:
+            return
         for key in GLOBAL_FORWARD_HOOKS:
             for hook in getattr(nn.modules.module, key).values():
                 self._function(hook, "a hook of every module", 1)
-        if "forward" in attributes:
-            self._function(attributes["forward"], f"forward of {path or type(module).__name__}", 1)
         for kind in type(module).__mro__:
             if self._is_new(kind) and not _is_of(kind.__module__, LIBRARIES):
                 self._class(kind)

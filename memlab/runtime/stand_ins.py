@@ -67,7 +67,7 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
         True
     """
     instance = module.__dict__
-    standing = _StandIn(replacement, instance.get(name))
+    standing = StandIn(replacement, instance.get(name))
 
     def restore() -> None:
         above = instance.get(name)
@@ -78,9 +78,9 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
                 instance[name] = standing.before
             return
         # one that was put over it since, as where two models share the module, calls what was there before
-        while isinstance(above, _StandIn) and above.before is not standing:
+        while isinstance(above, StandIn) and above.before is not standing:
             above = above.before
-        if isinstance(above, _StandIn):
+        if isinstance(above, StandIn):
             above.before = standing.before
             standing.step_aside(weakref.ref(module), name)
 
@@ -98,7 +98,7 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
 
     def restore() -> None:
         is_needed = (
-            any(isinstance(value, _StandIn) for value in instance.values())
+            any(isinstance(value, StandIn) for value in instance.values())
             or any(is_ours(hook) for key in _HOOKS for hook in instance[key].values())
             or (copies_itself(module) and isinstance(instance.get(CALL), InPlace))
         )
@@ -125,8 +125,8 @@ def is_ours(hook: Any) -> bool:
     return str(home).partition(".")[0] == "memlab"
 
 
-class _StandIn(InPlace):
-    """A method of one module instance."""
+class StandIn(InPlace):
+    """A method of one module instance, which memlab has put there."""
 
     def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
         # first: it takes over the attributes of what it wraps, which may be another of these
@@ -146,11 +146,6 @@ class _StandIn(InPlace):
         self._replacement = self.before or (
             lambda *args, **kwargs: getattr(type(module()), name)(module(), *args, **kwargs)
         )
-
-
-def is_stand_in(value: Any) -> bool:
-    """Return whether an attribute of a module is a method that memlab has put there."""
-    return isinstance(value, _StandIn)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.runtime.aliases import overwrite, put_back
-from memlab.runtime.containers import Effect
+from memlab.runtime.containers import Container, Effect, Items
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
 _FIELD = "accumulation"
@@ -67,6 +67,7 @@ class Surroundings(Walk):
         self._changing = changing
         self._complete = complete
         self._tensors: list[_Tensor] = []
+        self._glances: list[Any] = []  # of the containers, which seldom change
         self._registered: list[ModuleHooks] = []  # as the first run that changed them left them
         for path, module in model.named_modules():
             if buffers_alone:
@@ -88,7 +89,7 @@ class Surroundings(Walk):
     def effects(self) -> dict[str, Effect]:
         """Return what has changed since, by name."""
         found: dict[str, Effect] = {}
-        for container, before in self._contents:
+        for container, before in self._changed():
             for effect in container.effects(before):
                 found[effect.name] = effect
         for tensor in self._tensors:
@@ -123,7 +124,7 @@ class Surroundings(Walk):
         Raises:
             RefusalError: a large tensor was changed of which there is no copy.
         """
-        for container, before in self._contents:
+        for container, before in self._changed():
             for effect in [*container.effects(before)]:
                 if effect.kind == "appended":
                     container.fill(before)
@@ -148,6 +149,16 @@ class Surroundings(Walk):
         """Have the hooks again that the first run has left, which `restore` took away."""
         for each in self._registered:
             each.restore()
+
+    def met(self, container: Container) -> None:
+        super().met(container)
+        self._glances.append(container.glance())
+
+    def _changed(self) -> Iterator[tuple[Container, Items]]:
+        """Containers that may hold something else by now, each with what it held."""
+        for (container, before), glance in zip(self._contents, self._glances, strict=True):
+            if not container.is_as(glance):
+                yield container, before
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         is_plain = not (tensor.is_inference() or tensor.is_nested or isinstance(tensor, FakeTensor))

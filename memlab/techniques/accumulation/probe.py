@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,16 @@ from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 from memlab.techniques.accumulation.rows import FEW_ROWS, separating_rows, telling_rows
-from memlab.techniques.accumulation.split import Call, Layout, LossRule, Outputs, is_sparse, layouts_of, loss_rules
+from memlab.techniques.accumulation.split import (
+    Call,
+    Layout,
+    LossRule,
+    Outputs,
+    is_sparse,
+    layouts_of,
+    loss_rules,
+    weights_by,
+)
 
 _FIELD = "accumulation"
 # relative difference up to which two results count as equal: in fp32, and in half precision
@@ -136,14 +145,14 @@ class Probe:
             RefusalError: no rule makes the parts' losses add up to the batch's.
         """
         known = self._rules.get(call.kind)
-        if known is None or not all(
-            _agree([rule.weights(parts, layout) for rule in rules]) for rules in known.values() if rules
-        ):
+        weightings = {} if known is None else _weightings(known, parts, layout)
+        if known is None or not all(map(_agree, weightings.values())):
             known = self._matching(call, layout, known, parts)
             if not all(known.values()):  # a loss over no target: there is nothing to learn from it
                 return {position: [0.0] * len(parts) for position in known}
             self._rules[call.kind] = known
-        return {position: rules[0].weights(parts, layout) for position, rules in known.items()}
+            weightings = _weightings(known, parts, layout)
+        return {position: weights[0] for position, weights in weightings.items()}
 
     def _fits(self, call: Call, layout: Layout, failed: list[Exception], *, needs_rule: bool) -> bool:
         """Return whether outputs of rows run apart are those of rows run together.
@@ -180,7 +189,7 @@ class Probe:
         call = layout.view(call)
         picked = [layout.pick(call, [0]), layout.pick(call, range(1, min(layout.rows, 3)))]
         rules = loss_rules(call, layout, class_weights_of(self._model, call, layout), [*self._ignored])
-        weightings = [rule.weights(picked, layout) for rule in rules]
+        weightings = weights_by(rules, picked, layout)
         return all(
             _closest(
                 rules, weightings, [float(part.leaves[i]) for part in parts], float(whole.leaves[i]), self._tolerance
@@ -220,9 +229,8 @@ class Probe:
             rows = self._unlike_rows(call, layout)
             found, outputs = self._holding(call, layout, rows, lambda position: found.get(position, []))
         for _ in range(_MOST_LOOKS):
-            open_rules = [
-                rules for rules in found.values() if not _agree([rule.weights(parts, layout) for rule in rules])
-            ]
+            weightings = _weightings(found, parts, layout)
+            open_rules = [rules for position, rules in found.items() if not _agree(weightings[position])]
             pair = separating_rows(call, layout, open_rules[0]) if open_rules else None
             if pair is None:
                 break
@@ -249,7 +257,7 @@ class Probe:
             rules = candidates(position)
             holding = _closest(
                 rules,
-                [rule.weights(parts, layout) for rule in rules],
+                weights_by(rules, parts, layout),
                 [float(output.leaves[position]) for output in outputs],
                 float(whole.leaves[position]),
                 self._tolerance,
@@ -371,8 +379,16 @@ def _alike(outputs: Sequence[Outputs]) -> bool:
     return 0 < abs(one - other) < _ALIKE * max(abs(one), abs(other))
 
 
+def _weightings(
+    rules: Mapping[int, list[LossRule]], parts: Sequence[Call], layout: Layout
+) -> dict[int, list[list[float]]]:
+    """For each output that rules hold for, the weights by each of them."""
+    weightings = iter(weights_by([rule for each in rules.values() for rule in each], parts, layout))
+    return {position: [next(weightings) for _ in each] for position, each in rules.items()}
+
+
 def _agree(weightings: list[list[float]]) -> bool:
-    first = weightings[0]
+    first = weightings[0] if weightings else []
     return all(abs(a - b) <= 1e-9 for weights in weightings[1:] for a, b in zip(first, weights, strict=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-from memlab.techniques.accumulation.split import Call, Layout, LossRule
+from memlab.techniques.accumulation.split import Call, Layout, LossRule, counts_by
 
 # rows among which unlike ones are looked for
 FEW_ROWS = 8
@@ -20,7 +20,7 @@ def telling_rows(call: Call, layout: Layout, rules: list[LossRule]) -> list[int]
     for rule in sorted(rules, key=lambda rule: rule.name == "classes"):
         if rule.leaf < 0 or rule.counts_ones:
             continue
-        counts = rule.counts(rows, layout)
+        counts = counts_by([rule], rows, layout)[0]
         order = sorted((row for row in range(len(rows)) if counts[row]), key=lambda row: counts[row])
         if len(order) == 1:  # the only row with a target, and any other
             return [order[0], 1 if order[0] == 0 else 0][: len(rows)]
@@ -34,7 +34,10 @@ def telling_rows(call: Call, layout: Layout, rules: list[LossRule]) -> list[int]
 def separating_rows(call: Call, layout: Layout, rules: Sequence[LossRule]) -> list[int] | None:
     """Return two rows for which rules that are still open weigh most differently; None where they do nowhere."""
     rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 2 * FEW_ROWS))]
-    counts = [None if rule.name == "sum" else rule.counts(rows, layout) for rule in rules]
+    counts = [
+        None if rule.name == "sum" else of_rows
+        for rule, of_rows in zip(rules, counts_by(rules, rows, layout), strict=True)
+    ]
 
     def spread(pair: tuple[int, int]) -> float:
         totals = [1.0 if each is None else each[pair[0]] + each[pair[1]] for each in counts]

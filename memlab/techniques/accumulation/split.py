@@ -242,14 +242,8 @@ class LossRule:
     # what a target of each class counts, [c]; None where all count alike
     class_weights: torch.Tensor | None = field(default=None, compare=False)
 
-    def counts(self, parts: Sequence[Call], layout: Layout) -> list[float]:
-        """Return what each part weighs, before dividing by the total; one transfer for all parts."""
-        if self.leaf < 0:
-            return [float(layout.rows_in(part)) for part in parts]
-        counted = [self._count(part.leaves[self.leaf]) for part in parts]
-        return [float(count) for count in torch.stack(counted).tolist()]
-
-    def _count(self, leaf: torch.Tensor) -> torch.Tensor:
+    def count(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Return what the targets in a leaf count."""
         considered = leaf[..., 1:] if self.shifted else leaf
         if leaf.is_floating_point():
             return considered.detach().double().sum()
@@ -258,12 +252,25 @@ class LossRule:
             return (self.class_weights.double()[considered.where(counted, 0)] * counted).sum()
         return (considered != 0).sum() if self.counts_ones else (considered != self.ignored).sum()
 
-    def weights(self, parts: Sequence[Call], layout: Layout) -> list[float]:
-        if self.name == "sum":
-            return [1.0] * len(parts)
-        counts = self.counts(parts, layout)
-        total = sum(counts)
-        return [count / total if total else 0.0 for count in counts]
+
+def counts_by(rules: Sequence[LossRule], parts: Sequence[Call], layout: Layout) -> list[list[float]]:
+    """Return what each part weighs by each rule, before dividing by the total.
+
+    What is counted comes to the host in one transfer: each would have the host wait for all that a GPU has to do.
+    """
+    counted = [rule.count(part.leaves[rule.leaf]) for rule in rules if rule.leaf >= 0 for part in parts]
+    device = next((count.device for count in counted if count.device.type != "cpu"), None)
+    found = iter(torch.stack([count.to(device, torch.float64) for count in counted]).tolist() if counted else ())
+    return [[float(layout.rows_in(part)) if rule.leaf < 0 else next(found) for part in parts] for rule in rules]
+
+
+def weights_by(rules: Sequence[LossRule], parts: Sequence[Call], layout: Layout) -> list[list[float]]:
+    """Return the weight of each part's loss in that of the batch, by each rule."""
+    return [
+        [1.0 if rule.name == "sum" else count / total if total else 0.0 for count in counts]
+        for rule, counts in zip(rules, counts_by(rules, parts, layout), strict=True)
+        for total in (sum(counts),)
+    ]
 
 
 def loss_rules(
