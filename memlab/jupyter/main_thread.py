@@ -63,11 +63,16 @@ class MainThread(Stage):
                 "this has to be done on the main thread, and a terminal has no event loop to do it: call it from there"
             )
 
-    def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> PlayedSteps:
+    def play(
+        self, steps: Iterator[Any], ended: Callable[[BaseException | None], None], after_seconds: float = 0.0
+    ) -> PlayedSteps:
         if self._kernel is None:
             raise SessionError(BESIDE_CELLS)
         played = PlayedSteps(steps, ended, self, self._shell.events)
-        played.resume()
+        if after_seconds:
+            self._loop.add_callback(self._loop.call_later, after_seconds, played.begin)
+        else:
+            played.begin()
         return played
 
     @property
@@ -156,6 +161,10 @@ class PlayedSteps:
 
     def resume(self) -> None:
         self._is_paused = False
+        self._take_turn()
+
+    def begin(self) -> None:
+        """Make the first step, if it was not cancelled meanwhile."""
         self._take_turn()
 
     def cancel(self) -> None:

@@ -45,6 +45,8 @@ from memlab.units import format_bytes, format_seconds
 
 _MOST_EVENTS = 20
 _STATUS_SHARE = 0.003
+# between the end of a cell and predictions: where many cells run one after another, each would wait for one
+_QUIET_SECONDS = 0.5
 _RUNNING = (Activity.TRAINING, Activity.MEASURING)
 
 
@@ -511,7 +513,9 @@ class Control(Observer):
         if Can.PREDICT not in self.can():
             return
         self._stop_predicting()
-        self._predicting = self.stage.play(self._predicted(then_choose=then_choose), self._predictions_ended)
+        after_seconds = 0.0 if then_choose else _QUIET_SECONDS
+        steps = self._predicted(then_choose=then_choose)
+        self._predicting = self.stage.play(steps, self._predictions_ended, after_seconds)
 
     def _stop_predicting(self) -> None:
         predicting, self._predicting = self._predicting, None

@@ -44,8 +44,16 @@ class Stage:
         """Do something as soon as no cell runs."""
         work()
 
-    def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> Playing:
-        """Advance an iterator, a step at a time, while no cell runs; it is closed before the next cell does."""
+    def play(
+        self, steps: Iterator[Any], ended: Callable[[BaseException | None], None], after_seconds: float = 0.0
+    ) -> Playing:
+        """Advance an iterator, a step at a time, while no cell runs; it is closed before the next cell does.
+
+        Args:
+            steps: the iterator.
+            ended: called when it is over, with the error that ended it or None.
+            after_seconds: time to wait before the first step, in which another cell may begin.
+        """
         raise SessionError(BESIDE_CELLS)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PLANS = ["", "--accumulate 4 --checkpoint", "--accumulate 2 --bf16 --optim adamw", "--bf16 --offload optimizer"]
+PLANS = ["--accumulate 4 --checkpoint", "--accumulate 2 --bf16 --optim adamw", "--bf16 --offload optimizer"]
 ROWS = 2
 
 ENGINE = textwrap.dedent(
@@ -44,7 +44,7 @@ ENGINE = textwrap.dedent(
         engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=config,
                                           model_parameters=None if own else model.parameters())
         losses = []
-        for start in (0, 2, 4, 6) * 3:
+        for start in (0, 2, 4, 6) * 2:
             loss = engine(**{key: value[start:start + 2] for key, value in batch.items()}).loss
             engine.backward(loss)
             engine.step()

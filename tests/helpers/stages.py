@@ -54,7 +54,9 @@ class Playing(Stage):
     def __init__(self) -> None:
         self.played: list[OneByOne] = []
 
-    def play(self, steps: Iterator[Any], ended: Callable[[BaseException | None], None]) -> OneByOne:
+    def play(
+        self, steps: Iterator[Any], ended: Callable[[BaseException | None], None], after_seconds: float = 0.0
+    ) -> OneByOne:
         self.played.append(OneByOne(steps, ended))
         return self.played[-1]
 

@@ -63,7 +63,7 @@ def test_in_fp64_they_agree_to_the_last_digits(name: str, plan: str) -> None:
         assert gradient_error(gradients(model, case), expected) <= tolerances.GRADIENT_FP64
 
 
-@pytest.mark.few(0, full=7)
+@pytest.mark.few(0, full=4)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_of_a_hundred_steps(name: str) -> None:
     # activations to disk are exact and slow on tiny models: they have their own, shorter run

@@ -42,7 +42,7 @@ def no_process_left() -> Any:
         time.sleep(0.1)
 
 
-@pytest.mark.few(1, full=4)
+@pytest.mark.few(1, full=3)
 @pytest.mark.parametrize(
     "flags", engines(*ENGINES, "fsdp2 --offload optimizer --checkpoint", "zero3 --offload optimizer")
 )
@@ -121,7 +121,7 @@ def differing(workload: Workload, before: Snapshot) -> list[str]:
     return changed_between(before, Snapshot(workload))
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, full=3)
 @pytest.mark.usefixtures("no_process_left")
 @pytest.mark.parametrize("how", ["raises", "dies", "hangs", "runs out"])
 def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:

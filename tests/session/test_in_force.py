@@ -55,7 +55,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 class TestErrors:
-    @pytest.mark.few(2)
+    @pytest.mark.few(2, full=8)
     def test_at_every_call_into_a_technique(self, pair: tuple[str, str]) -> None:
         old, new = pair
         with running(old) as undisturbed:

@@ -27,7 +27,7 @@ from tests.techniques.vision import MODELS, vision_workload
 _SEEDS_PER_TEST = 10
 _FIRST = [
     *range(0, 20, _SEEDS_PER_TEST),
-    *(pytest.param(n, marks=pytest.mark.full) for n in range(20, 140, _SEEDS_PER_TEST)),
+    *(pytest.param(n, marks=pytest.mark.full) for n in range(20, 80, _SEEDS_PER_TEST)),
 ]
 
 

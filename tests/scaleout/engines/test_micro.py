@@ -24,7 +24,7 @@ def looked_at_late(workload: Workload, batches: Sequence[torch.Tensor]) -> list[
         micro_outputs.LAZY_FROM_BYTES = before
 
 
-@pytest.mark.few(0, full=3)
+@pytest.mark.few(0, full=2)
 @pytest.mark.parametrize(
     "flags",
     engines(
