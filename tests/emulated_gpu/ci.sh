@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # torch's CUDA build on the emulated GPU: an environment of its own, the build, and a sample of what runs on it. Says the
 # seconds of each part. What cannot be installed is a failure: these tests are the only ones that run memlab's CUDA lines.
+# With `torch` it installs torch alone, most of its 5 GB: `.ci/run` has that done beside other tests.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -13,11 +14,15 @@ part "an environment with torch $torch, its CUDA build"
 mkdir -p build/emulated_gpu
 grep -v '^torch==' constraints.txt >build/emulated_gpu/constraints.txt
 python3 -m venv "$environment"
-if ! "$python" -m pip install -q --no-compile -c build/emulated_gpu/constraints.txt "torch==$torch" nvidia-cuda-crt nvidia-cuda-cccl -e '.[lab,test]'; then
+packages=("torch==$torch" nvidia-cuda-crt nvidia-cuda-cccl)
+[ "${1:-}" = torch ] || packages+=(-e '.[lab,test]')
+if ! "$python" -m pip install -q --no-compile -c build/emulated_gpu/constraints.txt "${packages[@]}"; then
   echo "emulated GPU: torch $torch (CUDA build, some 5 GB) could not be installed into $environment, see above;" \
     "it needs Linux, Python 3.11 or newer, a package index and disk ($(df -h --output=avail . | tail -1 | tr -d ' ') are free)" >&2
   exit 1
 fi
+
+if [ "${1:-}" = torch ]; then exit 0; fi
 
 emulated() { "$python" -m tests.emulated_gpu --minutes 8 "$@"; }
 tests=(python -m pytest -q -p no:cacheprovider)

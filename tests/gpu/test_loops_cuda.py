@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
+from memlab import Workload, fit
 from tests.loops import tolerances
 from tests.loops.cases import CASES
 from tests.loops.running import deviation, everything_for, plain_loop, plans_for
@@ -55,3 +58,44 @@ def test_grad_scaler_in_the_loop(dtype: torch.dtype, name: str, plan: str) -> No
     loop = scaled(dtype, clips=True, enabled=dtype is torch.float16, device="cuda")
     found, expected = traces(CASES[name].on("cuda"), loop, plan, STEPS)
     assert deviation(found, expected) <= HALF[dtype]
+
+
+class _LanguageModel(torch.nn.Module):
+    """A model with a loss over those targets that are not ignored, and calls that never wait for the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = torch.nn.Embedding(64, 16), torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0)
+        self.head = torch.nn.Linear(16, 64)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(self.embedding(tokens).transpose(0, 1)).transpose(0, 1))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize(("plan", "most"), [("--accumulate 4", 1), ("--accumulate 4 --checkpoint --bf16 --adam8bit", 1),
+                                            ("--checkpoint --offload activations,optimizer", 0)])  # fmt: skip
+def test_a_step_seldom_has_the_host_wait_for_the_gpu(plan: str, most: int) -> None:
+    """A host that waits launches nothing meanwhile, and small kernels take no longer than their launches."""
+    model = _LanguageModel().cuda().train()
+    tokens = torch.randint(0, 64, (8, 6), device="cuda")
+    labels = tokens.masked_fill(tokens % 5 == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(tokens, labels)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with fit(Workload(model, optimizer), plan), warnings.catch_warnings(record=True) as waits:
+        for _ in range(3):
+            step()
+        warnings.simplefilter("always")
+        waits.clear()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    said = [str(each.message) for each in waits if "synchronizing CUDA operation" in str(each.message)]
+    assert len(said) <= most
