@@ -135,7 +135,8 @@ class Passes:
         other = self._growth.of(whole)
         if other is None:
             trace = self._trace(settings, other_rows, is_split=True)
-            other = laid_beside(whole, trace)
+            # a batch of which some tensors are not split has the rows of those, whatever the others have
+            other = laid_beside(whole, trace) if trace.samples != rows else None
             if other is None:
                 return None
             self._growth.learn(whole, trace)

@@ -57,3 +57,11 @@ def test_peaks_of_a_family(name: str) -> None:
     assert len(errors) >= _PLANS_EACH - 1  # a family may refuse one
     most, _ = _FURTHER_OFF.get(name, (_WORST, ""))
     assert not {plan: f"{error:+.3%}" for plan, error in errors.items() if abs(error) > most}
+
+
+def test_rows_that_only_values_show_to_depend_on_each_other_are_predicted() -> None:
+    """Texts and images of CLIP meet in a square, which shapes alone allow to divide: measuring refuses it."""
+    workload = workload_of("clip")
+    assert predict(workload, "--accumulate 2").peak_allocated_bytes > 0
+    with pytest.raises(RefusalError, match="rows of a batch depend on each other in CLIPModel"):
+        measure(workload, "--accumulate 2", steps=1)
