@@ -5,6 +5,7 @@ from __future__ import annotations
 from memlab.errors import PlanError
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
+from memlab.techniques.checkpointing.selective import KEPT
 from memlab.techniques.optimizer.replacements import REPLACEMENTS, Replacement
 
 
@@ -59,18 +60,11 @@ def one_line_optimizer(plan: Plan) -> str:
     return f"{call}  ({package})" if package else call
 
 
-SELECTIVE_CONTEXT = """
+_KEPT = "".join(f"        aten.{name}.default,\n" for name in KEPT)
+SELECTIVE_CONTEXT = f"""
     aten = torch.ops.aten
     kept = [
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    ]
+{_KEPT}    ]
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)"""
 
 

@@ -12,7 +12,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.touch import own_class
 
 _FIELD = "accumulation"
-_KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
+KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
 
 
 class Aliases:
@@ -103,7 +103,7 @@ class Aliases:
                 raise RefusalError(
                     _FIELD,
                     f"{model_name} reaches a parameter through another reference than its modules' attributes",
-                    _KEEP_WHOLE,
+                    KEEP_WHOLE,
                 )
 
     def take_gradients(self) -> list[torch.Tensor | None]:

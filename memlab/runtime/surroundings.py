@@ -23,12 +23,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
-from memlab.runtime.aliases import overwrite, put_back
+from memlab.runtime.aliases import KEEP_WHOLE, overwrite, put_back
 from memlab.runtime.containers import Container, Effect, Items
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
 _FIELD = "accumulation"
-KEEP_WHOLE = "use --checkpoint or --offload activations, which keep the batch whole"
 # frozen parameters up to this size are looked at: codebooks, running statistics kept as parameters
 _SMALL_PARAMETER_BYTES = 8 * 1024**2
 

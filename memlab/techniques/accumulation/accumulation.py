@@ -45,11 +45,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
+from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import refuse_kept_weights, without_cache
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
-from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
+from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.batchnorm import BATCH_NORM
 from memlab.techniques.accumulation.judge import Judge

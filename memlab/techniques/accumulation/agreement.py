@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import real
-from memlab.runtime.surroundings import KEEP_WHOLE
 from memlab.runtime.tree import flatten, runs_later
 from memlab.techniques.accumulation.merge import Chain, Join, Merge, close, distance, equal, found_merge, why_apart
 from memlab.techniques.accumulation.rounding import TIMES

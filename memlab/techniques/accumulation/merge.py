@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.surroundings import KEEP_WHOLE
 from memlab.runtime.tree import holds_tensors, runs_later
 
 # numbers that are compared at a time

@@ -13,13 +13,13 @@ from torch import nn
 
 from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
-from memlab.runtime.aliases import Aliases
+from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.graphs import are_batched
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
-from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
+from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.merge import closed
 from memlab.techniques.accumulation.micro_inputs import MicroInputs
 from memlab.techniques.accumulation.micro_outputs import Joined, MicroOutputs

@@ -13,10 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, first_line
+from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
-from memlab.runtime.surroundings import KEEP_WHOLE, Surroundings
+from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
 from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
 from memlab.techniques.accumulation.rows import FEW_ROWS, separating_rows, telling_rows

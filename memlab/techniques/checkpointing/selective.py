@@ -16,22 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.techniques.checkpointing.kept import storages
 
-_aten = torch.ops.aten
-# the costliest to compute again
+# operators of `torch.ops.aten`, the costliest to compute again
+KEPT = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
 KEPT_OPERATIONS = frozenset(
-    overload
-    for packet in (
-        _aten.mm,
-        _aten.addmm,
-        _aten.bmm,
-        _aten.baddbmm,
-        _aten.convolution,
-        _aten._scaled_dot_product_flash_attention,
-        _aten._scaled_dot_product_efficient_attention,
-        _aten._scaled_dot_product_cudnn_attention,
-        _aten._scaled_dot_product_flash_attention_for_cpu,
-    )
-    for overload in (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
+    getattr(packet, name) for packet in (getattr(torch.ops.aten, name) for name in KEPT) for name in packet.overloads()
 )
 
 
