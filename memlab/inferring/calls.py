@@ -26,8 +26,8 @@ from memlab.measuring.ledger import Holding, inputs_of
 from memlab.measuring.observation import Observation
 from memlab.records import Category, Phase
 from memlab.records.inference import CacheUse, CallKind, CallRecord, InferenceRecord
+from memlab.runtime.batch import Batch
 from memlab.runtime.tree import tensors_in
-from memlab.runtime.workload import Batch
 
 _MOST_CALLS = 10_000
 

@@ -34,12 +34,14 @@ from memlab.plan import Plan, Precision
 from memlab.plan.fields import BY_NAME
 from memlab.records import Category
 from memlab.records.inference import InferenceRecord
+from memlab.runtime.batch import Batch
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.hooks import CallHook, is_compiled, on_first_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
+from memlab.runtime.ownership import steps_some_of, unwrap_model
 from memlab.runtime.stand_ins import stand_in
-from memlab.runtime.workload import Batch, Workload, steps_some_of, unwrap_model
+from memlab.runtime.workload import Workload
 from memlab.session import session_of
 from memlab.trace.tracer import Tracer
 

@@ -27,8 +27,9 @@ from memlab.live.stage import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
+from memlab.runtime.namespace import SeveralModelsError, is_trained_by, name_of, stale_optimizers
 from memlab.runtime.out_of_memory import is_out_of_memory, release
-from memlab.runtime.workload import SeveralModelsError, Workload, is_trained_by, name_of, stale_optimizers
+from memlab.runtime.workload import Workload
 from memlab.session import Session
 
 _NO_MODEL = (

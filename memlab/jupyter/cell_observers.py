@@ -14,8 +14,10 @@ from memlab.errors import MemlabError, RefusalError
 from memlab.measuring.beside import Beside
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
+from memlab.runtime.batch import Batch
+from memlab.runtime.namespace import stale_in_step
 from memlab.runtime.observer import Observer
-from memlab.runtime.workload import Batch, Workload, stale_in_step
+from memlab.runtime.workload import Workload
 from memlab.session import Session
 from memlab.session.tape import Tape, tape_of
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memlab.runtime.optimizer_step import is_separable, standin
-from memlab.runtime.workload import is_made, steps_some_of, unwrap_optimizer
+from memlab.runtime.ownership import is_made, steps_some_of, unwrap_optimizer
 
 
 class FirstCall:

@@ -15,7 +15,7 @@ from memlab.records import Measurement, Prediction, StepRecord
 from memlab.records.comparison import Comparison, timed_anew
 from memlab.records.live_state import Moment
 from memlab.records.run_record import RunRecord
-from memlab.runtime.workload import Batch
+from memlab.runtime.batch import Batch
 from memlab.session.tape import Tape
 
 _VERSIONS_OF = ("torch", "transformers", "bitsandbytes")

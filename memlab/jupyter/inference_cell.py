@@ -18,8 +18,10 @@ from memlab.jupyter.parser import CellOptions, one_model
 from memlab.measuring.device import device_for
 from memlab.records.inference import CallKind, InferenceRecord
 from memlab.report.inference import batch_line, graph_line, lines
+from memlab.runtime.namespace import find_model
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.workload import describe_model, find_model, optimizers_of
+from memlab.runtime.ownership import optimizers_of
+from memlab.runtime.workload import describe_model
 from memlab.units import format_bytes
 
 _NO_MODEL = "no model found: the cell named no torch.nn.Module with parameters, and called none"

@@ -28,7 +28,9 @@ from memlab.records import Measurement, Prediction
 from memlab.records.comparison import Comparison
 from memlab.records.ranks import PredictedRanks
 from memlab.report.ranking import verdict_words
-from memlab.runtime.workload import Batch, Workload, describe_all, optimizers_of
+from memlab.runtime.batch import Batch
+from memlab.runtime.ownership import optimizers_of
+from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session
 from memlab.session.tape import tape_of
 from memlab.units import format_bytes, format_change, parse_bytes

@@ -16,7 +16,9 @@ from memlab.jupyter.history import History
 from memlab.plan import Plan
 from memlab.rescue.fallback import Place, next_plans
 from memlab.rescue.recovery import NothingFitsError, half_of
-from memlab.runtime.workload import Batch, Workload, unwrap_model
+from memlab.runtime.batch import Batch
+from memlab.runtime.ownership import unwrap_model
+from memlab.runtime.workload import Workload
 from memlab.session import Session, check
 from memlab.units import format_bytes
 

@@ -38,18 +38,11 @@ from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.retries import RetryWatch
+from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.workload import (
-    Batch,
-    Workload,
-    describe_all,
-    live_optimizers,
-    optimizers_of,
-    steps_others,
-    steps_some_of,
-    unwrap_model,
-)
+from memlab.runtime.ownership import live_optimizers, optimizers_of, steps_others, steps_some_of, unwrap_model
+from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session, fit, require_compatible, session_of, train_together
 from memlab.techniques.gradient_release.gradient_release import is_loop_known
 

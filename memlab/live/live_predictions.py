@@ -15,7 +15,8 @@ from memlab.plan.fields import BY_NAME
 from memlab.predicting import predict_each
 from memlab.records import Fit, Measurement, Prediction, Verdict, fastest, prediction_of
 from memlab.records.live_state import Moment
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.batch import Batch
+from memlab.runtime.workload import Workload
 from memlab.search.finding import considered
 from memlab.session.tape import tape_of
 from memlab.units import format_bytes, format_change, format_difference

@@ -8,8 +8,8 @@ import torch
 
 from memlab.measuring.device import Device
 from memlab.measuring.steps import Meter
+from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
-from memlab.runtime.workload import Batch
 from memlab.session import Session
 
 

@@ -52,11 +52,11 @@ from memlab.measuring.observation import (
     StepPart,
 )
 from memlab.records import Category, Phase
+from memlab.runtime.batch import Batch
 from memlab.runtime.dispatch import WatchingMode, defers, is_within_compiled_call
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
 from memlab.runtime.tree import tensors_in
-from memlab.runtime.workload import Batch
 from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
 

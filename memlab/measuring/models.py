@@ -8,8 +8,8 @@ import torch
 
 from memlab.measuring.ledger import Holding, Ledger, gradients_of, inputs_of, parameters_of, state_of
 from memlab.records import Category
+from memlab.runtime.batch import Batch
 from memlab.runtime.tree import tensors_in
-from memlab.runtime.workload import Batch
 
 
 class Models:

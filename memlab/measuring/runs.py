@@ -21,9 +21,11 @@ from memlab.measuring.device import CudaDevice, Device, device_for
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.comparison import Comparison
+from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import loss_of as scalar_loss_of
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.workload import Batch, Workload, describe_all, needs_closure
+from memlab.runtime.ownership import needs_closure
+from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
 from memlab.session.tape import Replay, Tape, tape_of

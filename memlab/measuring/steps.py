@@ -32,8 +32,8 @@ from memlab.measuring.observation import Observation
 from memlab.measuring.times import LEAST_STEPS_BETWEEN, OBSERVED_IN_A_ROW, OpenStep, Period, Times
 from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
+from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
-from memlab.runtime.workload import Batch
 from memlab.session.tape import Recorder, Tape
 
 # shorter steps are told of in part: at first twenty, then a few of each fifty

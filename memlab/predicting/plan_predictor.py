@@ -38,7 +38,9 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category, Measurement
-from memlab.runtime.workload import Batch, Workload, needs_closure
+from memlab.runtime.batch import Batch
+from memlab.runtime.ownership import needs_closure
+from memlab.runtime.workload import Workload
 from memlab.session import require_compatible, session_of
 from memlab.session.tape import tape_of
 from memlab.techniques import TECHNIQUES, is_wanted

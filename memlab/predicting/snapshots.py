@@ -25,8 +25,9 @@ from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Events, Player, play_steps, script_of
 from memlab.predicting.segments import OUTSIDE, Segment
 from memlab.records import Category, Phase
+from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.workload import Workload
 
 _STEPS = 2
 _CATEGORIES = tuple(Category)

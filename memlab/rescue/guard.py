@@ -42,11 +42,11 @@ from memlab.rescue.start import Start
 from memlab.runtime import graphs, hooks
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState
+from memlab.runtime.batch import Batch
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real, requires_grad
 from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
-from memlab.runtime.workload import Batch
 
 if TYPE_CHECKING:
     from memlab.rescue.rescuer import Rescuer

@@ -40,9 +40,9 @@ from memlab.rescue.start import Start
 from memlab.rescue.update import Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases
+from memlab.runtime.batch import Batch
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import WhileAlive
-from memlab.runtime.workload import Batch
 
 if TYPE_CHECKING:
     from memlab.session import Session

@@ -6,7 +6,7 @@ import torch
 
 from memlab.errors import MemlabError
 from memlab.plan import Plan
-from memlab.runtime.workload import Batch
+from memlab.runtime.batch import Batch
 
 
 class Observer:

@@ -30,9 +30,10 @@ from memlab.records import Measurement
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord
 from memlab.runtime import optimizer_step
+from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import CallHook, chained, install_step_hooks, loss_of
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.workload import Workload
 from memlab.scaleout import serialization
 from memlab.scaleout.engines import engine_for
 from memlab.scaleout.engines.base import Engine

@@ -12,9 +12,9 @@ import torch
 from memlab.errors import MemlabError, RefusalError
 from memlab.rescue.start import Start
 from memlab.runtime import graphs
+from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import interruptible, uninterrupted
-from memlab.runtime.workload import Batch
 from memlab.session.tape import recorder_here
 from memlab.techniques.base import Technique
 

@@ -26,7 +26,8 @@ from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook, has_step_hook, install_step_hooks, on_first_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
-from memlab.runtime.workload import Workload, is_made, steps_some_of, unwrap_optimizer
+from memlab.runtime.ownership import is_made, steps_some_of, unwrap_optimizer
+from memlab.runtime.workload import Workload
 from memlab.session import together
 from memlab.session.log import Log
 from memlab.session.model_calls import ModelCalls

@@ -33,11 +33,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memlab.errors import TraceError, WorkloadError
+from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import loss_of
 from memlab.runtime.loop_mode import UncompiledMode, called_from_loop
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.tree import Structure, flatten, holds_tensors, tensors_in
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.workload import Workload
 
 _MOST_ENTRIES, _MOST_ENTRIES_OF_ONE = 20_000, 2_000
 # integers of one model's step: of a tensor, and of all

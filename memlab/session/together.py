@@ -10,7 +10,8 @@ from torch import nn
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import FIELDS, Plan
-from memlab.runtime.workload import Workload, steps_some_of
+from memlab.runtime.ownership import steps_some_of
+from memlab.runtime.workload import Workload
 
 if TYPE_CHECKING:
     from memlab.session.session import Session

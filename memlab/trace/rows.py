@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.batch import Batch
+from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import Call, Layout
 
 

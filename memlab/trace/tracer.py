@@ -25,13 +25,14 @@ from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Gradients, Plan
 from memlab.records import Category
+from memlab.runtime.batch import Batch
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import accepts_use_cache, without_cache, without_global_hooks
 from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.tree import tensors_in
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.workload import Workload
 from memlab.session import Session, fit
 from memlab.session.tape import Replay, Tape
 from memlab.techniques.accumulation.probe import Probe

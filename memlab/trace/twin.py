@@ -29,11 +29,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
+from memlab.runtime.batch import Batch
 from memlab.runtime.reach import MODULE_HOOKS, keeps_state_in_modules
 from memlab.runtime.stand_ins import HOOK_OPTIONS
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import own_attributes
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.workload import Workload
 from memlab.session import session_of
 
 _CPU = torch.device("cpu")

@@ -19,12 +19,9 @@ def test_flip_while_a_cell_trains(browser: Any, lab: str, lab_folder: Path) -> N
     cells = (MAKE, PANEL, ENDLESS)
     with opened_notebook(browser, lab, lab_folder, "notebook.ipynb", cells, "notebooks") as opened:
         assert "/notebooks/" in opened.page.url
-        opened.run(0)
-        opened.run(1)
-        panel = opened.panel(
-            1
-        )  # Notebook asks the kernel for a widget that it is too slow to hear of, once no cell runs
-        opened.run(2)
+        for number in range(len(cells)):
+            opened.run(number)
+        panel = opened.panel(1)
         until_says(panel, "training, step")
         box(panel, "Checkpointing").check()
         assert until_applied(panel, "Checkpointing") > 1

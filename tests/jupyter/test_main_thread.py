@@ -27,9 +27,13 @@ class Loop:
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
+        self.later: list[tuple[float, Callable[[], None]]] = []  # what waits for a time
 
     def add_callback(self, callback: Callable[..., None], *args: Any) -> None:
         self._waiting.append(lambda: callback(*args))
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.later.append((seconds, callback))
 
     def turn(self) -> int:
         """Do what waits; returns how much that was."""
@@ -64,12 +68,12 @@ def stage(shell: Any) -> MainThread:
 class Played:
     """Steps that note what happens to them."""
 
-    def __init__(self, stage: MainThread) -> None:
+    def __init__(self, stage: MainThread, after_seconds: float = 0.0) -> None:
         self.notes: list[str] = []
         self.ends: list[BaseException | None] = []
         self.when_closed: Callable[[], None] | None = None
         self.in_step: Callable[[], None] | None = None
-        self.steps: PlayedSteps = stage.play(self._steps(), self.ends.append)
+        self.steps: PlayedSteps = stage.play(self._steps(), self.ends.append, after_seconds)
 
     def _steps(self) -> Iterator[None]:
         try:
@@ -167,6 +171,27 @@ class TestSteps:
         assert len(played.notes) == 3
         played.steps.cancel()
         loop.turn()
+
+    def test_what_is_to_wait_is_begun_later(self, stage: MainThread, loop: Loop) -> None:
+        played = Played(stage, after_seconds=0.5)
+        loop.turn()
+        assert loop.turn() == 0
+        ((seconds, begin),) = loop.later
+        assert (seconds, played.notes) == (0.5, [])
+        begin()
+        loop.turn()
+        assert played.notes == ["step of the panel's"]
+        played.steps.cancel()
+        loop.turn()
+
+    def test_a_cell_that_comes_first_leaves_it_unbegun(self, stage: MainThread, shell: Any, loop: Loop) -> None:
+        played = Played(stage, after_seconds=0.5)
+        loop.turn()
+        shell.events.trigger("pre_run_cell", None)
+        ((_, begin),) = loop.later
+        begin()
+        loop.turn()
+        assert (played.notes, played.ends, played.steps.over) == ([], [None], True)
 
     def test_cancelled_from_a_thread_it_is_closed_on_the_main_thread(self, played: Played, loop: Loop) -> None:
         threads: list[threading.Thread] = []

@@ -30,7 +30,8 @@ from memlab.predicting import predict_all
 from memlab.records import Measurement, Prediction
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.run_record import RunRecord
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.batch import Batch
+from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from tests.jupyter.conftest import STEP, TRAIN, Cell
 from tests.jupyter.test_refusals import one_line

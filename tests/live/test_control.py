@@ -23,8 +23,9 @@ from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import prediction_of
 from memlab.records.live_state import Activity, Asked, Moment
+from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, train_together
 from memlab.session.snapshot import Snapshot
 from tests.helpers.snapshots import changed_between

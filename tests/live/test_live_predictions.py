@@ -11,7 +11,8 @@ from torch import nn
 from memlab.live.control import Control
 from memlab.live.live_predictions import calibration
 from memlab.records import Measurement
-from memlab.runtime.workload import Batch, Workload
+from memlab.runtime.batch import Batch
+from memlab.runtime.workload import Workload
 from tests.helpers.stages import Playing
 
 LONG = Measurement("", "cpu", 0, None, 0, {}, (), (0.5,), 4, 4 * 32)

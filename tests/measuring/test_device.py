@@ -12,7 +12,7 @@ from memlab.measuring.device import CpuDevice, CudaDevice, device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category, Phase, TimelinePoint
-from memlab.runtime.workload import Batch
+from memlab.runtime.batch import Batch
 from memlab.units import GIB, MIB
 
 

@@ -15,7 +15,7 @@ from memlab.measuring.steps import Meter
 from memlab.measuring.times import steps_between_observations
 from memlab.plan import Plan
 from memlab.records import Category, Phase
-from memlab.runtime.workload import Batch
+from memlab.runtime.batch import Batch
 
 CPU = torch.device("cpu")
 

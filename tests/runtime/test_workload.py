@@ -11,7 +11,8 @@ from torch import nn
 
 from memlab import Workload
 from memlab.errors import WorkloadError
-from memlab.runtime.workload import Batch, find_model, names_in
+from memlab.runtime.batch import Batch
+from memlab.runtime.namespace import find_model, names_in
 
 
 def linear() -> nn.Linear:

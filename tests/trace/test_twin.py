@@ -22,7 +22,7 @@ from memlab import Workload, fit, measure
 from memlab.errors import TraceError
 from memlab.plan import Plan
 from memlab.predicting import predict
-from memlab.runtime.workload import Batch
+from memlab.runtime.batch import Batch
 from memlab.session.snapshot import Snapshot
 from memlab.trace.tracer import Tracer
 from memlab.trace.twin import Twin

@@ -1,0 +1,103 @@
+"""Which optimizer updates which model, both without what wraps them.
+
+Wrappers of Accelerate, Fabric and DDP are recognised by the attribute they keep their inner object under, so memlab
+imports none of these packages.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import nn
+
+# attribute that holds the inner object, by class name of the wrapper
+_MODEL_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "_FabricModule": "_original_module"}
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The user's own module inside wrappers of DDP, Accelerate and Fabric."""
+    attribute = _MODEL_WRAPPERS.get(type(model).__name__)
+    return unwrap_model(getattr(model, attribute)) if attribute else model
+
+
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that really updates, inside those that hold it and call its step.
+
+    Accelerate, Fabric and Lightning wrap optimizers so, as do Lookahead and sharpness-aware minimisation.
+
+    Example:
+        >>> inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        >>> class Lookahead(torch.optim.Optimizer):
+        ...     def __init__(self, base):
+        ...         self.base, self.param_groups = base, base.param_groups
+        >>> unwrap_optimizer(Lookahead(inner)) is inner
+        True
+    """
+    passed: list[torch.optim.Optimizer] = []
+    inner: torch.optim.Optimizer | None = optimizer
+    while inner is not None:
+        passed.append(inner)
+        own = stepped_by(inner)
+        held = (value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer))
+        inner = next((each for each in held if each not in passed and not own.isdisjoint(stepped_by(each))), None)
+    return passed[-1]
+
+
+def is_made(model: nn.Module) -> bool:
+    """Return whether the parameters of a model have values: those of lazy modules get them in the first call.
+
+    Example:
+        >>> is_made(nn.LazyLinear(2)), is_made(nn.Linear(2, 2, device="meta")), is_made(nn.Linear(2, 2))
+        (False, False, True)
+    """
+    return not any(nn.parameter.is_lazy(p) or p.device.type == "meta" for p in model.parameters())
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step evaluates the loss itself, as often as it needs it (LBFGS)."""
+    return _requires_closure(type(optimizer).step)
+
+
+@lru_cache(maxsize=16)  # it is asked in every measured step
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    parameter = inspect.signature(step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def steps_some_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Return whether an optimizer updates at least one parameter of a model."""
+    return not stepped_by(optimizer).isdisjoint(id(p) for p in model.parameters())
+
+
+def steps_others(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Return whether an optimizer updates parameters that are none of a model's."""
+    return not stepped_by(optimizer) <= {id(p) for p in model.parameters()}
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the identities of the parameters that an optimizer updates."""
+    # one whose making has failed may have no groups
+    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Every live optimizer that updates parameters of a model, wherever it is kept."""
+    return [optimizer for optimizer in live_optimizers() if steps_some_of(optimizer, model)]
+
+
+def live_optimizers() -> list[torch.optim.Optimizer]:
+    """Every optimizer of this process that updates parameters itself."""
+    kinds, waiting = set(), [torch.optim.Optimizer]
+    while waiting:
+        kind = waiting.pop()
+        kinds.add(kind)
+        waiting += [each for each in kind.__subclasses__() if each not in kinds]
+    live = gc.get_objects()
+    distinct = {id(one): one for one in map(unwrap_optimizer, compress(live, map(kinds.__contains__, map(type, live))))}
+    return list(distinct.values())
