@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memlab.runtime.optimizer_step import is_separable, standin
+from memlab.runtime.buckets import is_separable
+from memlab.runtime.optimizer_step import standin
 from memlab.runtime.ownership import is_made, steps_some_of, unwrap_optimizer
 
 

@@ -41,6 +41,7 @@ from memlab.rescue.update import Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.batch import Batch
+from memlab.runtime.buckets import is_separable
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import WhileAlive
 
@@ -186,7 +187,7 @@ class Rescuer:
             BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
         self.leave_own_code()  # that of a closure, which has run by now
-        if self._live_session.shares(optimizer) or not optimizer_step.is_separable(optimizer):
+        if self._live_session.shares(optimizer) or not is_separable(optimizer):
             return optimizer_step.run_step(optimizer, self._live_session.techniques)
         update = Update(optimizer, lambda error: self.recovery.free(Place.STEP, error))
         return self.recovery.until_it_fits(
@@ -215,7 +216,7 @@ class Rescuer:
             return False
         if self._live_session.shares(optimizer):
             return False
-        is_served = optimizer_step.is_separable(optimizer)
+        is_served = is_separable(optimizer)
         self.recovery.is_in_step = not is_served
         name = type(optimizer).__name__
         if not is_served and name not in self._not_served:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_iter
 from memlab.errors import MemlabError
 from memlab.plan import Tier
 from memlab.runtime import optimizer_step
+from memlab.runtime.buckets import with_gradient
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import WatchingMode, defers
 from memlab.runtime.interrupts import uninterrupted
@@ -274,7 +275,7 @@ class Update:
 
     def __init__(
         self,
-        optimizer: Optimizer,  # the user's; its update treats parameters one by one (`optimizer_step.is_separable`)
+        optimizer: Optimizer,  # the user's; its update treats parameters one by one (`buckets.is_separable`)
         # called with an out-of-memory error; frees what nobody needs, and leaves the optimizer alone
         free: Callable[[BaseException], None],
         free_bytes: FreeBytes = free_bytes,  # tells how much of a device is free
@@ -318,7 +319,7 @@ class Update:
         )
 
     def _run_natively(self, techniques: Sequence[Technique]) -> bool:
-        waiting = [p for p in optimizer_step.with_gradient(self._optimizer) if not self._done or p not in self._done]
+        waiting = [p for p in with_gradient(self._optimizer) if not self._done or p not in self._done]
         if self._has_room(waiting):
             return optimizer_step.run_step(
                 self._optimizer, techniques, sys.maxsize, backup=self._expose, done=self._done

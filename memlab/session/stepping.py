@@ -10,6 +10,7 @@ import torch
 
 from memlab.errors import RefusalError
 from memlab.runtime import optimizer_step
+from memlab.runtime.buckets import is_separable, share_of
 from memlab.runtime.interrupts import HeldBack, hold_back
 from memlab.runtime.optimizer_step import OwnStep
 from memlab.techniques import Technique
@@ -123,7 +124,7 @@ class Stepping:
             technique.step_begins(optimizer, has_closure=has_closure)
 
     def _makes_own_step(self, optimizer: Optimizer) -> bool:
-        is_served = optimizer_step.is_separable(optimizer)
+        is_served = is_separable(optimizer)
         return not (is_served or any(t.owns_steps or t.stepper(optimizer) for t in self._session.techniques))
 
     def _must_skip(self, optimizer: Optimizer) -> bool:
@@ -152,7 +153,7 @@ class Stepping:
         if any(_changes_the_step(technique, optimizer) for technique in techniques):
             return optimizer_step.run_step(optimizer, techniques)
         # an update that is the loop's own in all but its order has no copies, as in the loop
-        return optimizer_step.run_step(optimizer, techniques, optimizer_step.share_of(optimizer), backup=False)
+        return optimizer_step.run_step(optimizer, techniques, share_of(optimizer), backup=False)
 
     # -- after ---------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from memlab import Workload, fit
 from memlab.measuring.ledger import Ledger, OperatorEffect, effect_of
 from memlab.records import Category
 from memlab.rescue.update import BrokenUpdateError, Retrying, Update, free_bytes, may_repeat, need_bytes
-from memlab.runtime.optimizer_step import _writes_gradients, is_separable
+from memlab.runtime.buckets import is_separable
+from memlab.runtime.optimizer_step import _writes_gradients
 from memlab.runtime.out_of_memory import release
 from memlab.runtime.tree import tensors_in
 from tests.driving import Snapshot, loss_of, mlp, same, snapshot, train

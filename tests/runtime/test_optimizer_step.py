@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from memlab.runtime.optimizer_step import buckets, plain_stepper, run_step, standin, take_over
+from memlab.runtime.buckets import buckets
+from memlab.runtime.optimizer_step import plain_stepper, run_step, standin, take_over
 from memlab.runtime.state_layers import remove_layer
 from memlab.techniques.base import State
 from tests.driving import (

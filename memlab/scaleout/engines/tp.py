@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from memlab.errors import RefusalError
-from memlab.runtime.optimizer_step import is_separable, plain_stepper
+from memlab.runtime.buckets import is_separable
+from memlab.runtime.optimizer_step import plain_stepper
 from memlab.scaleout.engines.fsdp2 import Fsdp2
 
 # how torch cuts a layer, by what plans call it

@@ -55,6 +55,7 @@ from torch import nn
 from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
+from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
 from memlab.runtime.lifetimes import gradient_is_held
 from memlab.runtime.workload import Workload
@@ -86,7 +87,7 @@ class _Step:
 
     def add(self, parameter: nn.Parameter) -> None:
         self.waiting.append(parameter)
-        self.waiting_bytes += optimizer_step.size_of(parameter)
+        self.waiting_bytes += size_of(parameter)
 
     def take(self) -> list[nn.Parameter]:
         parameters, self.waiting, self.waiting_bytes = self.waiting, [], 0
@@ -175,7 +176,7 @@ class GradientRelease(Technique):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
-        if not optimizer_step.is_separable(optimizer):
+        if not is_separable(optimizer):
             raise RefusalError(
                 self.field,
                 f"{name} is not known to update each parameter independently of all others",
@@ -356,7 +357,7 @@ class GradientRelease(Technique):
 
     def _begin_step(self, optimizer: Optimizer) -> _Step:
         """The first gradient for an optimizer since its step."""
-        step = self._steps[optimizer] = _Step(_settings_of(optimizer), optimizer_step.share_of(optimizer))
+        step = self._steps[optimizer] = _Step(_settings_of(optimizer), share_of(optimizer))
         return step
 
     def _release(self, optimizer: Optimizer, step: _Step) -> None:

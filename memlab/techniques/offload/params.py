@@ -34,9 +34,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
-from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added
+from memlab.runtime.buckets import group_of, is_separable
 from memlab.runtime.lifetimes import is_saved
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
@@ -177,7 +177,7 @@ class OffloadParams(Technique):
             self._lending.handed_back()
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
-        if not optimizer_step.is_separable(optimizer):
+        if not is_separable(optimizer):
             self.notes.append(
                 f"{type(optimizer).__name__} is not known to update each parameter independently: all of them visit the "
                 "device together for its step"
@@ -521,7 +521,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
 
 def _counts_on_device(optimizer: Optimizer, parameter: Parameter) -> bool:
     """Return whether the optimizer's kernels want the count of steps beside the moments."""
-    group = optimizer_step.group_of(optimizer, parameter)
+    group = group_of(optimizer, parameter)
     return bool(group.get("fused") or group.get("capturable"))
 
 

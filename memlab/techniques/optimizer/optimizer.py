@@ -27,7 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan, Tier
-from memlab.runtime.optimizer_step import group_of, unhooked_step
+from memlab.runtime.buckets import group_of
+from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical, set_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memlab.runtime.optimizer_step import is_separable
+from memlab.runtime.buckets import is_separable
 from memlab.runtime.state_layers import held_states
 from memlab.techniques.base import State
 from memlab.techniques.precision.moments import round_stochastically

@@ -26,7 +26,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_autocast
-from memlab.runtime.optimizer_step import is_separable
+from memlab.runtime.buckets import is_separable
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
