@@ -32,6 +32,10 @@ _QUIET = (
 _PATIENCE_SECONDS = 60
 MILLISECONDS = 90_000
 _CLIPBOARD = ["clipboard-read", "clipboard-write"]
+_CONNECTED = """() => {
+    const session = window.jupyterapp?.shell.currentWidget?.sessionContext, kernel = session?.session?.kernel;
+    return session?.isReady && kernel?.connectionStatus === "connected" && ["idle", "busy"].includes(kernel.status);
+}"""
 
 Page = Any
 Locator = Any
@@ -95,6 +99,7 @@ def jupyterlab(lab_folder: Path) -> Iterator[str]:
             "--ServerApp.port_retries=0",
         ),
         *("--IdentityProvider.token=", f"--ServerApp.root_dir={lab_folder}", "--LabApp.extension_manager=readonly"),
+        *("--LabApp.expose_app_in_browser=True", "--JupyterNotebookApp.expose_app_in_browser=True"),
     ]
     command = [sys.executable, "-m", "jupyterlab", *arguments]
     with served(command, f"http://127.0.0.1:{port}/api/status", lab_folder / ".log", environment):
@@ -191,9 +196,9 @@ def show_notebook(page: Page, address: str = "") -> None:
     else:
         page.reload()
     page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=MILLISECONDS)
-    ready = page.get_by_text(re.compile(r"Python 3 \(ipykernel\) \| (Idle|Busy)"))  # JupyterLab's words, and Notebook's
-    idle = page.locator(".jp-NotebookKernelStatus-fade")  # Notebook lets the word fade, once the kernel waits
-    ready.or_(idle).first.wait_for(state="attached", timeout=MILLISECONDS)
+    # not the status that the page shows: Notebook shows an idle kernel before its page is connected with it, and a cell
+    # that is run then is dropped
+    page.wait_for_function(_CONNECTED, timeout=MILLISECONDS)
 
 
 def choose_theme(folder: Path, name: str) -> None:
