@@ -101,6 +101,11 @@ class Walk(ABC):
         self._hooks: list[ModuleHooks] = []
         self.generators: list[Any] = []  # of random numbers that were met
 
+    @property
+    def contents(self) -> Collection[tuple[containers.Container, containers.Items]]:
+        """Return what was met, each with what it held then."""
+        return self._contents
+
     def module(self, path: str, module: nn.Module, *, buffers: bool = True) -> None:
         """Walk from a module, not from its children."""
         attributes = vars(module)

@@ -236,7 +236,7 @@ def _places(value: Any, depth: int = _DEPTH) -> list[tuple[Callable[[Any], None]
     found: list[tuple[Callable[[Any], None], Any]] = []
     places = [
         *((partial(operator.setitem, value, key), item) for key, item in _items(value)),
-        *((partial(object.__setattr__, value, name), item) for name, item in _attributes(value)),
+        *((partial(object.__setattr__, value, name), item) for name, item in attributes(value).items()),
     ]
     for write, item in places:
         if isinstance(item, (torch.Tensor, tuple)):
@@ -285,10 +285,11 @@ def _contents(value: Any) -> list[Any]:
         items = list(value)
     else:
         items = []
-    return items[:64] + [item for _, item in _attributes(value)]
+    return [*items[:64], *attributes(value).values()]
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, with those of `__slots__` and the fields of a dataclass."""
     names = [*getattr(value, "__dict__", ())]
     names += [
         name
@@ -298,7 +299,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     ]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names += [field.name for field in dataclasses.fields(value) if field.name not in names]
-    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _names(slots: str | Iterable[str]) -> Iterable[str]:
@@ -354,9 +355,9 @@ def _opened(value: Any) -> _Parts:
     else:
         places = []
     # numbers and sizes as well: they may be those of the rows
-    attributes = [
+    held = [
         (name, item)
-        for name, item in _attributes(value)
+        for name, item in attributes(value).items()
         if type(item) in (bool, int, float, torch.Size) or holds_tensors(item, _DEPTH)
     ]
     # past what a class of the user's does when it is read
@@ -366,21 +367,20 @@ def _opened(value: Any) -> _Parts:
     ]
     for place in places:  # so that the shell keeps no tensor
         shell[place] = None
-    for name, _ in attributes:
+    for name, _ in held:
         object.__setattr__(shell, name, None)
 
     def build(children: list[Any]) -> Any:
         made = copy.copy(shell)
         for place, child in zip(places, children, strict=False):
             made[place] = child
-        for (name, _), child in zip(attributes, children[len(places) :], strict=True):
+        for name, child in zip(names, children[len(places) :], strict=True):
             object.__setattr__(made, name, child)
         return made
 
-    keys = [*(f"[{place!r}]" for place in places), *(f".{name}" for name, _ in attributes)]
-    names = [name for name, _ in attributes]
-    children = [*items, *(item for _, item in attributes)]
-    attributes = [(name, None) for name in names]
+    names = [name for name, _ in held]
+    keys = [*(f"[{place!r}]" for place in places), *(f".{name}" for name in names)]
+    children = [*items, *(item for _, item in held)]
     return keys, children, build
 
 

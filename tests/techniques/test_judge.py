@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import random
+import re
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -788,3 +789,53 @@ def test_drawn_numbers_of_rows_do_not_follow_them(drawn: Callable[[int], torch.T
         pytest.raises(RefusalError, match="the random numbers that Mixing draws do not follow the rows of its batch"),
     ):
         model(torch.randn(8, 4))
+
+
+class Counting(Regressor):
+    """Keeps counts and averages that change little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 10**7
+        self.register_buffer("seen", torch.tensor(1e6, dtype=torch.float64))
+        self.register_buffer("average", torch.tensor(10.0, dtype=torch.float64))
+        self.register_buffer("variance", torch.tensor(1e-9, dtype=torch.float64))
+
+    def forward(self, rows: torch.Tensor, target: torch.Tensor) -> Any:
+        self.rows += len(rows)
+        self.seen += len(rows)
+        self.average.lerp_(rows.mean().double(), 1e-7)
+        self.variance.lerp_(1e-9 * rows.square().mean().double(), 0.1)
+        return super().forward(rows, target)
+
+
+def test_what_changes_by_less_than_may_differ_is_put_together_by_its_own_rule() -> None:
+    rows, target = regression_batch(rows=8)
+    models = [Counting(), Counting()]
+    runs = [
+        trained(model, lambda model, step: model(rows + step, target), flags)
+        for model, flags in zip(models, ("", "--accumulate 2"), strict=True)
+    ]
+    (_, expected, _), (_, found, _) = runs
+    assert [float(each) for each in found[-3:]] == pytest.approx(
+        [float(each) for each in expected[-3:]], rel=1e-7, abs=0
+    )
+    assert [model.rows for model in models] == [10**7 + 24] * 2
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_object_that_holds_a_number_of_the_batch_is_not_that_of_its_last_rows(keeps: bool) -> None:
+    class Figures:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+    class Model(Regressor):
+        def forward(self, rows: torch.Tensor, target: torch.Tensor) -> Any:
+            loss, figures = super().forward(rows, target), Figures(rows.max().item())
+            self.figures = figures if keeps else None
+            return loss if keeps else (loss, figures)
+
+    model, (rows, target) = Model(), regression_batch(rows=8)
+    place = "figures" if keeps else "output[1].value"
+    with fit(workload(model), "--accumulate 2"), pytest.raises(RefusalError, match=re.escape(place)):
+        model(rows, target)

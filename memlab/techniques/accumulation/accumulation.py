@@ -37,6 +37,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -53,8 +54,9 @@ from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.batchnorm import BATCH_NORM
+from memlab.techniques.accumulation.conditions import Conditions
 from memlab.techniques.accumulation.judge import Judge
-from memlab.techniques.accumulation.merge import UnsettledError
+from memlab.techniques.accumulation.merge import OtherConditionsError, UnsettledError
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Division, Layout, row_ranges
@@ -87,11 +89,13 @@ class Accumulation(Technique):
         super().__init__(plan)
         # while it is attached
         self._model: nn.Module
-        self._probe: Probe
-        self._judge: Judge
+        # by condition
+        self._probes: dict[int, Probe] = {}
         self._name = ""
         self._is_fake = self._is_compiled = False
-        # by shape; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
+        self._conditions = Conditions()
+        self._condition = 0  # that of the last call
+        # by shape and condition; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
         # parts of a multiple of so many rows
         self._verdicts: dict[tuple[Any, ...], dict[int, SplitVerdict | RefusalError | None]] = {}
         # what was in the places that forwards write to, when they were judged
@@ -122,14 +126,18 @@ class Accumulation(Technique):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model, self._name = workload.model, workload.name
-        run = self._in_bf16 if self.plan.precision is Precision.PURE_BF16 else None
-        self._probe = Probe(workload.model, workload.name, self._per_part, run)
-        self._judge = Judge(
-            workload.model, workload.name, self._probe, self._per_part, is_low=self.plan.precision not in _FULL
-        )
         self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
         self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
+
+    def _probe_of(self, whole: Call) -> Probe:
+        """Return what is known of calls under the present conditions, as far as they are known before it runs."""
+        if not self._condition:
+            self._condition = self._condition_of(whole, self._surroundings())
+        if self._condition not in self._probes:
+            run = self._in_bf16 if self.plan.precision is Precision.PURE_BF16 else None
+            self._probes[self._condition] = Probe(self._model, self._name, self._per_part, run)
+        return self._probes[self._condition]
 
     def _in_bf16(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward in the precision of its parameters, as the technique below runs it."""
@@ -137,9 +145,11 @@ class Accumulation(Technique):
         return below.evaluate(self._model.forward, args, kwargs)
 
     def _forget(self) -> None:
-        del self._model, self._probe, self._judge
+        del self._model
+        self._probes.clear()
         self._verdicts.clear()
         self._starts.clear()
+        self._conditions, self._condition = Conditions(), 0
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self._learnt.compute_waiting()
@@ -149,25 +159,33 @@ class Accumulation(Technique):
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         whole = Call.of(args, without_cache(self._model, kwargs))
-        try:
-            return self._split(call, whole)
-        except RefusalError as refusal:
-            if not self._has_split:
-                raise
-            # the loop has come this far under the plan: a batch that cannot be split must not end it
-            self._note_once("a batch is run whole", f"a batch is run whole, since {refusal.reason}")
-        return call(*args, **kwargs)
+        while True:
+            try:
+                return self._split(call, whole, self._probe_of(whole))
+            except OtherConditionsError:
+                pass  # under which it is split now
+            except RefusalError as refusal:
+                if not self._has_split:
+                    raise
+                # the loop has come this far under the plan: a batch that cannot be split must not end it
+                self._note_once("a batch is run whole", f"a batch is run whole, since {refusal.reason}")
+                return call(*args, **kwargs)
 
-    def _split(self, call: ModelCall, whole: Call) -> Any:
-        """Run a call in micro-batches. Raises `RefusalError`: it cannot be split; nothing of it is left behind."""
+    def _split(self, call: ModelCall, whole: Call, probe: Probe) -> Any:
+        """Run a call in micro-batches.
+
+        Raises:
+            RefusalError: it cannot be split; nothing of it is left behind.
+            OtherConditionsError: it is under other conditions than the last call; likewise.
+        """
         refuse_kept_weights(self.field, self._model, self._name)
         try:
             with self._uncompiled():
-                layout = self._probe.layout(whole)
+                layout = probe.layout(whole)
         except RefusalError:
             self._try(call, whole)
             raise
-        self._learnt.needs_graph |= self._probe.needs_graph
+        self._learnt.needs_graph |= probe.needs_graph
         parts = min(self.plan.accumulation, layout.rows)
         if 1 < parts < self.plan.accumulation and not self._has_split and self.host.on_trial():
             raise RefusalError(
@@ -185,7 +203,7 @@ class Accumulation(Technique):
             return whole.run(call)
         micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
         with self._uncompiled():
-            weights = self._probe.weights(whole, layout, micro_batches)
+            weights = probe.weights(whole, layout, micro_batches)
         if any(not any(shares) for shares in weights.values()):
             # no target anywhere: the model's own answer (0/0) is the right one
             return whole.run(call)
@@ -193,8 +211,11 @@ class Accumulation(Technique):
             run: MicroRun | None = None
             try:
                 verdict = self._verdict(call, whole, layout, parts)
-                division = Division(micro_batches, layout, weights, self._probe.joins(whole), layout.view(whole))
-                run = MicroRun(self._model, call, division, self._learnt, verdict=verdict, per_part=self._per_part)
+                division = Division(micro_batches, layout, weights, probe.joins(whole), layout.view(whole))
+                check = partial(self._check_condition, whole)
+                run = MicroRun(
+                    self._model, call, division, self._learnt, verdict=verdict, per_part=self._per_part, check=check
+                )
                 output = run.outputs()
                 self._has_split = True
                 return output
@@ -208,7 +229,7 @@ class Accumulation(Technique):
                         self.field, f"what {self._name} returns or leaves behind changes from call to call", KEEP_WHOLE
                     ) from None
             except Exception as error:
-                if is_out_of_memory(error) or isinstance(error, MemlabError):
+                if is_out_of_memory(error) or isinstance(error, (MemlabError, OtherConditionsError)):
                     raise
                 if run is not None:
                     run.start_over()
@@ -233,27 +254,45 @@ class Accumulation(Technique):
         randomness.restore()
 
     def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
-        """Return what the judge says of calls of this shape; asked once for each."""
+        """Return what the judge says of calls of this shape under these conditions; asked once for each."""
         if self._is_fake:
             return None
-        shape = self._shape_of(whole, layout)
-        known = self._verdicts.setdefault(shape, {})
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
-        found = next(
-            (known[of] for of in sorted(known) if grain % of == 0 and not isinstance(known[of], RefusalError)), ()
-        )
-        if found == () and grain in known:
-            found = known[grain]
+        shape = self._shape_of(whole, layout)
+        found = _known(self._verdicts.get(shape, {}), grain)
+        if isinstance(found, (RefusalError, tuple)):
+            # else it is looked at when it runs
+            self._check_condition(whole, self._surroundings())
         if isinstance(found, RefusalError):
             raise found.with_traceback(None)
         if isinstance(found, tuple):
             try:
                 found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set()))
             except RefusalError as refusal:
-                known[grain] = refusal
+                self._verdicts.setdefault(shape, {})[grain] = refusal
                 raise
-            known[grain] = found
+            if found is not None:
+                probe = self._probes.pop(self._condition)
+                self._conditions.leave_out([*found.left, *found.changing])
+                self._condition = self._condition_of(whole, self._surroundings())
+                self._probes[self._condition] = probe
+            self._verdicts.setdefault(self._shape_of(whole, layout), {})[grain] = found
         return found
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(self._model, without_buffers_of=self._per_part)
+
+    def _condition_of(self, whole: Call, before: Surroundings) -> int:
+        named = zip(whole.spec.names(), whole.leaves, strict=True)
+        arguments = {name: leaf for name, leaf in named if not isinstance(leaf, torch.Tensor)}
+        return self._conditions.key(arguments, before.contents)
+
+    def _check_condition(self, whole: Call, before: Surroundings) -> None:
+        """Raise `OtherConditionsError` where a call is under other conditions than the last one."""
+        condition = self._condition_of(whole, before)
+        if condition != self._condition:
+            self._condition = condition
+            raise OtherConditionsError
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Run the model's own code where it is compiled: a look at some rows is made once, and would be compiled for them."""
@@ -264,7 +303,9 @@ class Accumulation(Technique):
     ) -> SplitVerdict | None:
         self._check_batch_norm(self._model, self._name)
         with self._uncompiled():
-            verdict = self._judge.judge(call, whole, layout, parts)
+            is_low = self.plan.precision not in _FULL
+            judge = Judge(self._model, self._name, self._probe_of(whole), self._per_part, is_low=is_low)
+            verdict = judge.judge(call, whole, layout, parts)
         if next(self._model.parameters()).is_cuda:
             torch.cuda.empty_cache()  # rows together reserve more than the steps that follow need
         self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
@@ -309,6 +350,7 @@ class Accumulation(Technique):
         modes = hash(
             tuple(
                 (
+                    type(module),
                     module.training,
                     *map(id, module._forward_hooks.values()),
                     *map(id, module._forward_pre_hooks.values()),
@@ -317,8 +359,16 @@ class Accumulation(Technique):
             )
         )
         trained = hash(tuple(parameter.requires_grad for parameter in self._model.parameters()))
-        return () if layout.in_lists else whole.spec, shapes, layout.dims, modes, trained
+        return self._condition, () if layout.in_lists else whole.spec, shapes, layout.dims, modes, trained
 
     def _note_once(self, kind: str, line: str) -> None:
         if not any(kind in note for note in self.notes):
             self.notes.append(line)
+
+
+def _known(
+    verdicts: Mapping[int, SplitVerdict | RefusalError | None], grain: int
+) -> SplitVerdict | RefusalError | tuple[()] | None:
+    """Return what is known of parts of a multiple of so many rows; a tuple where nothing is."""
+    fitting = (verdicts[of] for of in sorted(verdicts) if grain % of == 0)
+    return next((each for each in fitting if not isinstance(each, RefusalError)), verdicts.get(grain, ()))

@@ -11,7 +11,17 @@ from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import real
 from memlab.runtime.tree import flatten, runs_later
-from memlab.techniques.accumulation.merge import Chain, Join, Merge, close, distance, equal, found_merge, why_apart
+from memlab.techniques.accumulation.merge import (
+    Chain,
+    Join,
+    Merge,
+    close,
+    distance,
+    equal,
+    first_difference,
+    found_merge,
+    why_apart,
+)
 from memlab.techniques.accumulation.rounding import TIMES
 from memlab.techniques.accumulation.split import Outputs
 from memlab.techniques.accumulation.verdict import Left
@@ -106,9 +116,9 @@ class Agreement:
         if runs_later(leaf):
             refuse(f"{name} of {self._name} is a {type(leaf).__name__}, which computes when the loop uses it")
         if not isinstance(leaf, torch.Tensor):
-            refuse(
-                f"{name} of {self._name} is {leaf!r} for the whole batch and {pieces[0]!r} for its first micro-batch"
-            )
+            other = next((piece for piece in pieces if not equal(leaf, piece)), pieces[0])
+            place, here, there = first_difference(leaf, other) or ("", leaf, other)
+            refuse(f"{name}{place} of {self._name} is {here!r} for the whole batch and {there!r} for a micro-batch")
         if position in whole.scalars:
             self._refuse_loss(whole, position, self._off(pieces, leaf, Merge("mean")))
         known = self._known_join(position)

@@ -17,16 +17,22 @@ from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.tree import holds_tensors, runs_later
+from memlab.runtime.tree import attributes, holds_tensors, runs_later
 
 # numbers that are compared at a time
 _AT_ONCE = 2**20
 # values count as the same when they are as near each other as the tolerance allows for values of this size
 _SMALLEST = 1e-2
+# objects are held against each other to this depth
+_DEEPEST = 4
 
 
 class UnsettledError(Exception):
     """The rules found for a call do not say how the values of this one are combined."""
+
+
+class OtherConditionsError(Exception):
+    """The rules were found for calls under other conditions."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,8 @@ class Merge:
 
 def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[int], tolerance: float) -> Merge | None:
     """Return how these parts make this whole; None when in no way that is known."""
-    found: list[Merge] = []
+    # each with how far it is off: small changes of large values are within the tolerance of several
+    found: list[tuple[float, Merge]] = []
     is_array = _is_array(whole)
     if is_array and all(map(_is_array, parts)) and whole.dtype.kind in "fiu":
         # NumPy's numbers are held against each other as tensors, and put together as what they are
@@ -144,7 +151,8 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
         whole = real(whole).detach()
         if all(close(part, whole, tolerance) for part in parts):
             # what has a gradient is taken as a mean, which is the same, so that each part has its share of it
-            found += [] if graph else [Merge("same", tolerance=tolerance)]
+            same = (max(distance(part, whole) for part in parts), Merge("same", tolerance=tolerance))
+            found += [] if graph else [same]
         join = found_join(whole, parts, rows, tolerance)
         if join is not None:
             return Merge("join", join, has_graph=graph, tolerance=tolerance)
@@ -155,10 +163,12 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
             return None
     else:
         graph = False
+        is_number = not isinstance(whole, bool) and all(isinstance(each, (int, float)) for each in (whole, *parts))
         if all(agree(part, whole, tolerance) for part in parts):
-            found.append(Merge("same", tolerance=tolerance))
-        if isinstance(whole, bool) or not all(isinstance(each, (int, float)) for each in (whole, *parts)):
-            return found[0] if found else None
+            off = max(abs(part - whole) for part in parts) if is_number else 0.0
+            found.append((off, Merge("same", tolerance=tolerance)))
+        if not is_number:
+            return found[0][1] if found else None
         kinds = ["mean", "sum", "largest", "smallest"]
     if (
         not graph
@@ -168,9 +178,11 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
         kinds.insert(1, "change")
     for kind in kinds:
         merge = Merge(kind, has_graph=graph, tolerance=tolerance)
-        if close(merge._value(before, parts, rows), whole, tolerance):
-            found.append(merge)
-    return replace(found[0], others=tuple(found[1:])) if found else None
+        value = merge._value(before, parts, rows)
+        if close(value, whole, tolerance):
+            found.append((distance(value, whole) if isinstance(whole, torch.Tensor) else abs(value - whole), merge))
+    merges = [merge for _, merge in sorted(found, key=lambda each: each[0])]
+    return replace(merges[0], others=tuple(merges[1:])) if merges else None
 
 
 def why_apart(
@@ -253,15 +265,32 @@ def _sum(parts: Sequence[Any]) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two plain values are the same; objects that cannot tell are when they are of one type and print alike."""
+    """Return whether two plain values are the same; objects that cannot tell are when they are of one type and hold the same."""
+    return first_difference(one, other) is None
+
+
+def first_difference(one: Any, other: Any, place: str = "") -> tuple[str, Any, Any] | None:
+    """Return where two plain values differ, and what stands there in each.
+
+    Example:
+        >>> first_difference((1, 2), (1, 2)), first_difference(1, 2)
+        (None, ('', 1, 2))
+    """
+    different = place, one, other
     if type(one) is not type(other):
-        return False
+        return different
     try:
-        if bool(one == other):
-            return True
+        if one is other or bool(one == other):
+            return None
     except (ValueError, RuntimeError, TypeError):  # what compares element by element, or not at all
-        return repr(one) == repr(other)
-    return "__eq__" not in vars(type(one)) and not isinstance(one, (int, float, str)) and not runs_later(one)
+        return None if repr(one) == repr(other) else different
+    if "__eq__" in vars(type(one)) or isinstance(one, (int, float, str)) or runs_later(one):
+        return different
+    mine, others = attributes(one), attributes(other)
+    if mine.keys() != others.keys() or place.count(".") > _DEEPEST:
+        return different
+    found = (first_difference(value, others[name], f"{place}.{name}") for name, value in mine.items())
+    return next(filter(None, found), None)
 
 
 def _filled(part: torch.Tensor, longest: Sequence[int], dim: int) -> torch.Tensor:
@@ -292,6 +321,8 @@ def found_join(
 
 def close(one: Any, other: Any, tolerance: float) -> bool:
     """Return whether two values agree to a share of the size of the second."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
     if not isinstance(one, torch.Tensor):
         return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
     if one.shape != other.shape or one.layout != other.layout:

@@ -98,6 +98,7 @@ class MicroRun:
         # of the judge: how the rest of what the parts give is put together; None where nobody looked
         verdict: SplitVerdict | None = None,
         per_part: tuple[type[nn.Module], ...] = (),  # kinds of modules whose buffers each part updates by itself
+        check: Callable[[Surroundings], None] = lambda _: None,  # raises where the verdict is of another call
     ) -> None:
         self._model = model
         self._call = call
@@ -118,6 +119,7 @@ class MicroRun:
         self._looked_at: list[Any] | None = None
         self._verdict = verdict
         self._per_part = per_part
+        self._check = check
         self._snapshot: Surroundings | None = None
         self._leaves_something = False  # beside its output
         self._under_way = hooks.calls_under_way()
@@ -194,6 +196,7 @@ class MicroRun:
         with self._aliases.in_place():
             if self._verdict is not None:
                 self._snapshot = Surroundings(self._model, self._verdict.changing, without_buffers_of=self._per_part)
+                self._check(self._snapshot)
             try:
                 for index in range(self._count):
                     self._first_run_of(index)

@@ -114,7 +114,7 @@ class Noise(WatchingMode):
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._answered(func, args, kwargs)
-        if func.overloadpacket in _IGNORING:
+        if getattr(func, "overloadpacket", None) in _IGNORING:
             self.ignored[args[4]] = None
         elif func in _COMPARISONS and type(args[1]) is int and not args[0].is_floating_point():
             self.ignored[args[1]] = None
