@@ -17,6 +17,8 @@ Numbered rules of the mechanism:
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
 6. Outputs are siblings behind the node, though one may be computed from another (a mapped latent and its image). Who asks for
    the gradient of the former is answered by a hook within: `GuardedCall.hook`.
+7. What fails here and is neither the model's error nor autograd's is memlab's own. The guard steps aside then, and the inner graph
+   is differentiated as it is, or made once more.
 
 Known limitations: files that a forward writes, and objects it reaches in ways `reach` does not know, are written again when the
 call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters.
@@ -93,6 +95,8 @@ class GuardedCall:
         self._output: Any = None
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
+        self._past: list[torch.Tensor | None] = []  # gradients that came past the node in the backward pass under way
+        self._theirs: BaseException | None = None  # the last error of the model or of autograd
 
     @property
     def has_graph(self) -> bool:
@@ -123,6 +127,18 @@ class GuardedCall:
     def start_over(self) -> None:
         """Restore the state that the call began with."""
         self._before.restore()
+
+    def is_own(self, error: BaseException) -> bool:
+        """Return whether an error is memlab's own, and not one of the model or of autograd."""
+        return error is not self._theirs and self._guardian.is_own(error)
+
+    @contextmanager
+    def _of_theirs(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._theirs = error
+            raise
 
     def drop_graph(self) -> None:
         """Let go of the inner graph; the backward pass will run the call again."""
@@ -182,7 +198,8 @@ class GuardedCall:
                 if inner.keys() != {id(self._leaves[position]) for position in self._inputs}:
                     # in objects that are no lists, dicts or tuples: copies of these
                     args, kwargs = tree_unflatten([lent(leaf) for leaf in self._leaves], self._spec)
-                self._output = self._run(*args, **kwargs)
+                with self._of_theirs():
+                    self._output = self._run(*args, **kwargs)
         except BaseException:
             self._output = None
             self.drop_graph()
@@ -226,7 +243,9 @@ class GuardedCall:
         self._before.restore()
         try:
             with inside or nullcontext(), self._autocast.entered(), hooks.within(self._under_way):
-                return at(self._run(*args, **kwargs), self._paths)
+                with self._of_theirs():
+                    output = self._run(*args, **kwargs)
+                return at(output, self._paths)
         finally:
             now.restore()
             self._allow_own_writes()
@@ -242,15 +261,28 @@ class GuardedCall:
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs and of the parameters, from those of the outputs."""
-        self._guardian.backward_begins(self)
         wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
+        self._past = self._aliases.take_gradients()  # of this pass, and no attempt's: nodes within come before this one
+        try:
+            inputs = self._gradients(wanted)
+        except Exception as error:
+            if not self.is_own(error):
+                raise
+            self._aliases.take_gradients()
+            self._guardian.steps_aside(error)
+            inputs = self._differentiate(wanted, keep=False, retain=True)
+        past, self._past = self._past, []
+        return (*inputs, *map(_sum, past, self._aliases.take_gradients()))
+
+    def _gradients(self, wanted: Mapping[Path, torch.Tensor]) -> list[torch.Tensor | None]:
+        """Those of the inputs; those of the parameters gather."""
+        self._guardian.backward_begins(self)
         keep = self._guardian.keeps_graph()
-        past = self._aliases.take_gradients()  # of this pass, and no attempt's: nodes within come before this one
         while True:
             shortage: BaseException | None = None
             try:
                 # who comes in past the node may do so again, should the whole pass be repeated
-                retain = keep or any(gradient is not None for gradient in past)
+                retain = keep or any(gradient is not None for gradient in self._past)
                 inputs = self._differentiate(wanted, keep=keep, retain=retain)
             except BaseException as error:
                 self._break_off()
@@ -263,7 +295,7 @@ class GuardedCall:
             if shortage is None:
                 if not keep:
                     self._guardian.is_done(self)
-                return (*inputs, *map(_sum, past, self._aliases.take_gradients()))
+                return inputs
             self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
 
     def _differentiate(
@@ -279,7 +311,7 @@ class GuardedCall:
             unused = {path: edge for path, edge in edges.items() if path not in wanted}
             self._rest = _Rest(self._paths, unused, inputs, self._aliases) if unused else None
             self._graph = None
-        with self._aliases.in_place(), hooked:
+        with self._aliases.in_place(), hooked, self._of_theirs():
             torch.autograd.backward([edges[path] for path in wanted], list(wanted.values()), retain_graph=retain)
         return _taken(inputs)
 

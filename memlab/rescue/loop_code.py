@@ -87,6 +87,27 @@ class _Saved:
         self.held.clear()
 
 
+class _Called:
+    """A function of torch that the loop calls, and how that ended: other errors are memlab's own."""
+
+    __slots__ = ("error", "func", "result")
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+        self.error: BaseException | None = None
+        self.result: tuple[Any, ...] = ()  # what it returned, if it did
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.result = ()
+        try:
+            result = self.func(*args, **kwargs)
+        except BaseException as error:
+            self.error = error
+            raise
+        self.result = (result,)
+        return result
+
+
 class LoopCode(UncompiledMode):
     """Watches the functions of torch that the loop calls itself."""
 
@@ -123,18 +144,31 @@ class LoopCode(UncompiledMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        called = _Called(func)
+        try:
+            return self._heard(called, args, kwargs)
+        except Exception as error:
+            if error is called.error or not self._owner.is_own(error):
+                raise
+            # a function that is called in a wrong way says so itself
+            result = called.result[0] if called.result else func(*args, **kwargs)
+            self._owner.steps_aside(error)
+            return result
+
+    def _heard(self, called: _Called, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        func = called.func
         name = getattr(func, "__name__", "")
         if name == "retain_grad":
             self._retaining.append(weakref.ref(args[0]))
         if name in _ASKING and (found := before_others(args[0])) is not None:
             return _asked(args[0], *found, name, *args[1:], **kwargs)
         if name in _ATTRIBUTES:
-            return func(*args, **kwargs)
+            return called(*args, **kwargs)
         if func in _DIFFERENTIATING:
-            return self._differentiate(_Differentiation.of(func, args, kwargs))
+            return self._differentiate(_Differentiation.of(called, args, kwargs))
         if "_foreach_" in name and name.endswith("_"):
-            return func(*args, **kwargs)  # nothing tells how many of its tensors it has written
-        return self._retried(func, name, args, kwargs)
+            return called(*args, **kwargs)  # nothing tells how many of its tensors it has written
+        return self._retried(called, name, args, kwargs)
 
     def _retried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         written = _versions((args, kwargs)) if name.endswith("_") or "out" in kwargs else None
@@ -162,8 +196,14 @@ class LoopCode(UncompiledMode):
         def hold(tensor: torch.Tensor) -> Any:
             if isinstance(tensor, (LazyTensor, torch.nn.Parameter)):
                 return tensor
-            held = _Held(tensor)
-            saved.held.append(weakref.ref(held))
+            try:
+                held = _Held(tensor)
+                saved.held.append(weakref.ref(held))
+            except Exception as error:
+                if not self._owner.is_own(error):
+                    raise
+                self._owner.steps_aside(error)
+                return tensor
             return held
 
         with torch.autograd.graph.saved_tensors_hooks(hold, _unpack):
@@ -203,7 +243,9 @@ class LoopCode(UncompiledMode):
                 self._can_repeat = True
                 self._to_free = [] if wanted.keeps else list(own.saved)
                 try:
-                    return wanted.run(keep=True)
+                    done = wanted.run(keep=True)
+                    self._free_saved()
+                    return done
                 except BaseException as error:
                     if not (self._can_repeat and self._owner.recovery.can_rescue(error)):
                         raise
@@ -214,7 +256,7 @@ class LoopCode(UncompiledMode):
                 self._owner.makes_room_for_loop(shortage, attempt)
         finally:
             self.graph_is_kept_for_itself = self._keeps_all = self._can_repeat = False
-            self._free_saved()
+            self._to_free = []
 
     def _own_part(self, wanted: _Differentiation) -> _OwnPart | None:
         """Look at the loop's own part of a backward pass; None where it cannot be run twice."""
@@ -268,24 +310,24 @@ class _OwnPart:
 class _Differentiation:
     """A call of one of torch's functions that run a backward pass."""
 
-    func: Callable[..., Any]
+    called: _Called
     bound: inspect.BoundArguments
 
     @classmethod
-    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Differentiation:
-        bound = _signature(func).bind(*args, **kwargs)
+    def of(cls, called: _Called, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Differentiation:
+        bound = _signature(called.func).bind(*args, **kwargs)
         bound.apply_defaults()
-        return cls(func, bound)
+        return cls(called, bound)
 
     @property
     def roots(self) -> list[torch.Tensor]:
-        roots = self.bound.arguments[_DIFFERENTIATING[self.func]]
+        roots = self.bound.arguments[_DIFFERENTIATING[self.called.func]]
         everything = [roots] if isinstance(roots, torch.Tensor) else roots
         return [tensor for tensor in everything if isinstance(tensor, torch.Tensor)]
 
     @property
     def accumulates(self) -> bool:
-        return self.func is not torch.autograd.grad
+        return self.called.func is not torch.autograd.grad
 
     @property
     def keeps(self) -> bool:
@@ -342,7 +384,7 @@ class _Differentiation:
     def run(self, *, keep: bool, **others: Any) -> Any:
         arguments = {**self.bound.arguments, "retain_graph": keep, **others}
         changed = inspect.BoundArguments(self.bound.signature, arguments)
-        return self.func(*changed.args, **changed.kwargs)
+        return self.called(*changed.args, **changed.kwargs)
 
 
 # functions in several parts, which may have drawn random numbers when a later part runs out of memory

@@ -24,11 +24,13 @@ A plan that is reached stays. What was done is in `Rescuer.rescues` and in the s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memlab.errors import MemlabError, first_line
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.evidence import Evidence
@@ -44,6 +46,7 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import WhileAlive
+from memlab.runtime.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from memlab.session import Session
@@ -116,15 +119,25 @@ class Rescuer:
         Raises:
             NothingFitsError: under no plan to fall back on there is memory for it.
         """
+        way: Callable[..., Any] = _as_written
+        with self._stepping_aside():
+            way = self._way(args, kwargs)
+        return way(run, args, kwargs)
+
+    def _way(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return how a call is run."""
         self._loop_code.end()
         self.recovery.work_begins()
         if not _can_be_guarded(self._model):
-            return run(*args, **kwargs)
+            return _as_written
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
         if not self.is_armed:
-            return self._call_unguarded(run, args, kwargs)
-        if any(technique.updates_in_backward for technique in self._live_session.techniques):
-            return self._call_openly(run, args, kwargs)
+            return self._call_unguarded
+        is_open = any(technique.updates_in_backward for technique in self._live_session.techniques)
+        return self._call_openly if is_open else self._call_guarded
+
+    def _call_guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a forward whose graph is memlab's."""
         guarded: GuardedCall | None = None
 
         def work() -> Any:
@@ -137,10 +150,43 @@ class Rescuer:
                 shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None
             )
 
-        output = self.recovery.until_it_fits(work, make_room)
-        self.recovery.work_begins()
-        self._loop_code.begin()
-        return output
+        try:
+            output = self.recovery.until_it_fits(work, make_room)
+            self.recovery.work_begins()
+            self._loop_code.begin()
+        except Exception as error:
+            if not (guarded.is_own(error) if guarded is not None else self.is_own(error)):
+                raise
+            self.steps_aside(error)
+        else:
+            return output
+        if guarded is not None:
+            guarded.start_over()
+        return run(*args, **kwargs)
+
+    def is_own(self, error: BaseException) -> bool:
+        """Return whether an error that is none of the loop's is one of memlab's making: neither a refusal nor a lack of memory."""
+        return isinstance(error, Exception) and not (isinstance(error, MemlabError) or is_out_of_memory(error))
+
+    def steps_aside(self, error: Exception) -> None:
+        """Guard no more after an error of memlab's own, which must not end the user's loop."""
+        self.is_idle, self.is_armed = True, False
+        with suppress(Exception):
+            self._loop_code.end()
+        if self._aliases is not None:
+            self._aliases.deliver()
+        self._live_session.log.note_once(
+            f"memlab's rescue failed and is off from here on: memory that runs out ends the cell ({first_line(error)})"
+        )
+
+    @contextmanager
+    def _stepping_aside(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self.is_own(error):
+                raise
+            self.steps_aside(error)
 
     def _call_unguarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward as the loop wrote it; should memory run out against all evidence, guard it and what follows."""
@@ -197,8 +243,9 @@ class Rescuer:
 
     def leave_own_code(self) -> None:
         """The loop's own code is over: its optimizer steps, or its cell ends."""
-        self._loop_code.end()
-        self.backward_ended()
+        with self._stepping_aside():
+            self._loop_code.end()
+            self.backward_ended()
         session = self._session() if self._session is not None else None
         if session is not None and session.in_force.held_tensors:
             self._aliases = None  # the update replaces what they share with the parameters, and they would keep it
@@ -211,10 +258,13 @@ class Rescuer:
             Whether its update can be undone and done in parts, and so is to be done by `update`. The log says once per
             kind of optimizer when not.
         """
+        with self._stepping_aside():
+            return self._serves(optimizer)
+        return False
+
+    def _serves(self, optimizer: torch.optim.Optimizer) -> bool:
         self.leave_own_code()
-        if not self.is_armed:
-            return False
-        if self._live_session.shares(optimizer):
+        if not self.is_armed or self._live_session.shares(optimizer):
             return False
         is_served = is_separable(optimizer)
         self.recovery.is_in_step = not is_served
@@ -228,10 +278,11 @@ class Rescuer:
 
     def step_ended(self) -> None:
         """An optimizer has stepped; a closure's own code is over with it."""
-        self.leave_own_code()
-        self.recovery.is_in_step = False
-        if self._evidence is not None:
-            self._evidence.step_ended()
+        with self._stepping_aside():
+            self.leave_own_code()
+            self.recovery.is_in_step = False
+            if self._evidence is not None:
+                self._evidence.step_ended()
 
     # -- for guarded calls ---------------------------------------------------------------------
 
@@ -312,6 +363,10 @@ class Rescuer:
         if self._aliases is None or not self._aliases.serve(self._model):
             self._aliases = Aliases(self._model)
         return self._aliases
+
+
+def _as_written(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return run(*args, **kwargs)
 
 
 def _can_be_guarded(model: torch.nn.Module) -> bool:
