@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,45 @@ def test_a_model_of_single_layers_has_nothing_to_recompute(model: nn.Module) -> 
         f"checkpointing: no part of {type(model).__name__} can be recomputed: none holds more than one layer, and a layer keeps "
         "its input either way; use --accumulate N to hold fewer activations at a time"
     )
+
+
+class _Bare(nn.Module):
+    """A block of parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(shape) / 8) for shape in ((16, 64), (64, 16)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + F.gelu(rows @ self.up) @ self.down
+
+
+class _First(nn.Module):
+    def forward(self, outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return outputs[0]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: [nn.LSTM(16, 16, num_layers=2, dropout=0.3), _First()],
+        lambda: [nn.GRU(16, 16), _First()],
+        lambda: [_Bare(), _Bare()],
+    ],
+    ids=["LSTM", "GRU", "parameters"],
+)
+def test_a_layer_that_keeps_more_than_its_input_is_recomputed(inner: Callable[[], list[nn.Module]]) -> None:
+    runs = []
+    for flags in ("", "--checkpoint"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), *inner(), nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+        with fit(workload(model), flags) as session:
+            for _ in range(2):
+                model(torch.randn(12, 5, 8)).square().mean().backward()
+            notes = list(session.notes)
+        runs.append(gradients(model))
+    assert distance(*runs) == 0
+    assert "recomputed: " in notes[0]
 
 
 def test_code_of_torch_jit_is_refused() -> None:

@@ -65,7 +65,7 @@ def _cut(module: nn.Module, model: nn.Module, most: int) -> Iterator[tuple[nn.Mo
     found = [] if is_small else [cut for child in module.children() for cut in _cut(child, model, most)]
     if found:
         yield from found
-    elif may_be_one and any(True for _ in module.children()):
+    elif may_be_one and _has_inside(module):
         yield module, None
 
 
@@ -92,9 +92,15 @@ def _run_of(
     sequential: nn.Module, children: Sequence[nn.Module], start: int, stop: int
 ) -> Iterator[tuple[nn.Module, tuple[int, int] | None]]:
     run = children[start:stop]
-    is_single_layer = len(run) == 1 and not any(True for _ in run[0].children())
+    is_single_layer = len(run) == 1 and not _has_inside(run[0])
     if run and not is_single_layer and any(_layers(child) for child in run):
         yield sequential, (start, stop)
+
+
+def _has_inside(module: nn.Module) -> bool:
+    """Return whether a module may keep more for its backward pass than its input and its output: it is no single layer of torch's."""
+    is_own_code = not type(module).__module__.startswith("torch.nn.")
+    return is_own_code or isinstance(module, nn.RNNBase) or any(True for _ in module.children())
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
