@@ -59,6 +59,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what only the full tier runs, before tests are selected by markers."""
     tiers.mark_full(items)
+    # a long test that begins last would keep one process busy while the others wait
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ from memlab.units import GIB
 
 # parameters by width, heads and layers; rows and tokens of a batch; entries of the vocabulary
 _SIZES = {
+    "one core": {"layers": 4, "width": 128, "heads": 4, "rows": 8, "tokens": 96, "vocabulary": 2000},
     "cpu": {"layers": 6, "width": 192, "heads": 6, "rows": 8, "tokens": 96, "vocabulary": 4000},
     "small GPU": {"layers": 12, "width": 768, "heads": 12, "rows": 8, "tokens": 512, "vocabulary": 8000},
     "large GPU": {"layers": 24, "width": 1024, "heads": 16, "rows": 16, "tokens": 1024, "vocabulary": 16000},
@@ -79,7 +80,8 @@ def here() -> Here:
         8
     """
     kind = _kind()
-    return Here(kind, torch.device("cpu" if kind == "cpu" else "cuda"), **_SIZES[kind])
+    size = "one core" if kind == "cpu" and torch.get_num_threads() == 1 else kind
+    return Here(kind, torch.device("cpu" if kind == "cpu" else "cuda"), **_SIZES[size])
 
 
 def _kind() -> str:

@@ -40,7 +40,7 @@ def in_fp32(name: str, skipped: frozenset[int]) -> list[float]:
     return skipping(skipped)(model, CASES[name].optimizer(model), CASES[name], _STEPS)
 
 
-@pytest.mark.few(0, full=6)
+@pytest.mark.few(0, full=4)
 @needs(extra="bitsandbytes")
 @pytest.mark.parametrize(("plan", "name", "bound"), _ROWS)
 def test_losses_stay_close_to_fp32(plan: str, name: str, bound: float) -> None:

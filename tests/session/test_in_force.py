@@ -142,7 +142,7 @@ class TestLateOptimizers:
 
 
 class TestShortOfMemory:
-    @pytest.mark.few(4)
+    @pytest.mark.few(4, full=8)
     def test_at_every_allocation_with_no_memory_after_it(self, pair: tuple[str, str]) -> None:
         """Going back makes no tensor; the second try fails at once."""
         old, new = pair

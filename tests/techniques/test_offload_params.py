@@ -69,7 +69,7 @@ def losses(flags: str, steps: int = 6, *, rescue: bool = False, dropout: float =
 # -- exactness -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(3, full=8)
 @pytest.mark.parametrize("rescue", [False, True])
 @pytest.mark.parametrize(
     "flags",

@@ -318,7 +318,7 @@ def test_a_prediction_that_fails_changes_nothing(trained: Workload) -> None:
     assert_same(before, state_of_everything(trained))
 
 
-@pytest.mark.few(0, full=3)
+@pytest.mark.few(0, full=1)
 @pytest.mark.parametrize(
     "in_force",
     [

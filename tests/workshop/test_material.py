@@ -39,3 +39,13 @@ def test_text_is_read_once_and_every_token_is_known() -> None:
     assert len(ids) > 100_000
     assert 0 <= int(ids.min()) <= int(ids.max()) < 4000
     assert next(here().batches(rows=2)).shape[0] == 2
+
+
+def test_one_thread_gets_a_smaller_model() -> None:
+    assert torch.get_num_threads() == 1
+    alone = here()
+    torch.set_num_threads(2)
+    try:
+        assert here().width * here().layers > alone.width * alone.layers
+    finally:
+        torch.set_num_threads(1)
