@@ -34,7 +34,8 @@ from memlab.session import Session
 
 _NO_MODEL = (
     "no model found: the cell names no torch.nn.Module with values to train, and trains none by calling it (calls within "
-    "transforms of torch.func do not count); make the model first, or train it in this cell"
+    "transforms of torch.func do not count); make the model first, or train it in this cell; for forward passes or "
+    "generate() alone add --inference"
 )
 _NESTED = "%%memfit within a %%memfit cell: a cell has one; put all flags on its line, as in %%memfit --accumulate 4 --checkpoint"
 _PASSED_OVER = (

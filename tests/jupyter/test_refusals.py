@@ -133,7 +133,8 @@ def test_a_model_that_the_cell_trains_in_eval_mode_only(made: Cell) -> None:
 def test_no_model(cell: Cell) -> None:
     expected = (
         "no model found: the cell names no torch.nn.Module with values to train, and trains none by calling it (calls within "
-        "transforms of torch.func do not count); make the model first, or train it in this cell"
+        "transforms of torch.func do not count); make the model first, or train it in this cell; for forward passes or "
+        "generate() alone add --inference"
     )
     assert one_line(cell("%%memfit --accumulate 4\nx = 1")) == f"{expected}; --accumulate 4 was not applied"
     assert cell("%%memfit\nx = 1").out == f"memfit: {expected}\n"

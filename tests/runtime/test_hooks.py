@@ -156,6 +156,50 @@ def test_a_saved_model_opens_where_memlab_is_not_installed(tmp_path: Path) -> No
     assert found.split("] ")[1] == f"method {model(torch.ones(2, 16)).sum().item()}\n"
 
 
+class _Scored(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows with what a model says of them, which workers compute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with torch.no_grad():
+            scored: torch.Tensor = self.model(torch.full((1, 16), float(index))).squeeze(0)
+        return scored
+
+
+@pytest.mark.parametrize("plan", ["", "--accumulate 2 --bf16", "--checkpoint --offload optimizer", "--adam8bit"])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_data_loader_get_the_model_as_it_is(plan: str, start: str) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    data = _Scored(model)
+    with fit(Workload(model, torch.optim.Adam(model.parameters())), plan):
+        model(torch.ones(2, 16)).sum().backward()
+        if start == "spawn":  # starting a process takes seconds; what it is sent decides
+            data = pickle.loads(pickle.dumps(data))
+            assert b"memlab" not in pickle.dumps(data)
+            loader = torch.utils.data.DataLoader(data, batch_size=2)
+        else:
+            loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=start)
+        found = torch.cat([*loader])
+        assert torch.equal(found, torch.stack([_Scored(model)[index] for index in range(4)]))
+
+
+@pytest.mark.parametrize("plan", ["", "--accumulate 2", "--checkpoint", "--precision pure-bf16", "--offload params"])
+def test_a_whole_model_is_loaded_with_weights_only(plan: str, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), plan):
+        torch.save(model, tmp_path / "model.pt")
+        expected = {name: each.clone() for name, each in model.state_dict().items()}
+    safe: list[Any] = [nn.Sequential, nn.Linear, nn.ReLU, set]
+    with torch.serialization.safe_globals(safe):
+        loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(each, expected[name]) for name, each in loaded.state_dict().items())
+
+
 def test_an_own_forward_of_the_instance_is_kept_by_copies() -> None:
     model = blocks()
     model.forward = torch.nn.functional.relu  # type: ignore[method-assign, assignment]
