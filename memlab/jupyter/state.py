@@ -35,7 +35,7 @@ def state_text(session: Session, history: History, namespace: Mapping[str, Any],
         "pending": session.pending.label if session.pending is not None else "",
         "steps": str(session.steps),
         "peak allocated": _peak(session.plan, history),
-        "on host": format_bytes(session.host_bytes) if session.host_bytes else "",
+        "offloaded": format_bytes(session.host_bytes) if session.host_bytes else "",
         "capacity": capacity,
     }
     lines = [f"memfit · {workload.describe()}"]

@@ -51,7 +51,7 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
         Column("vs first", lambda step: change(step.memory_first), group="memory"),
         Column("peak reserved", _of_measured(lambda m: bytes_or_nothing(m.peak_reserved_bytes)), group="memory",
                is_wanted=reserved),
-        Column("on host", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory",
+        Column("offloaded", _of_measured(lambda m: bytes_or_nothing(m.host_bytes or None)), group="memory",
                is_wanted=any(each.host_bytes for each in measured)),
         Column(unit(ablation), _of_measured(lambda m: speed(m, ablation.speed(m))), group="throughput",
                bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, BarLook.SPEED)),

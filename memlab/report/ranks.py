@@ -21,7 +21,7 @@ def table(predicted_plans: PredictedRanks) -> Table:
         Column("peak a rank", lambda each: format_bytes(each.peak_allocated_bytes)),
         Column("measured", lambda each: bytes_or_nothing(predicted_plans.measured(each)),
                is_wanted=any(predicted_plans.measured(each) is not None for each in known)),
-        Column("on host", lambda each: bytes_or_nothing(each.host_bytes or None),
+        Column("offloaded", lambda each: bytes_or_nothing(each.host_bytes or None),
                is_wanted=any(each.host_bytes for each in known)),
         Column("parameters", lambda each: bytes_or_nothing(each.divided.get("parameters"))),
         Column("gradients", lambda each: bytes_or_nothing(each.divided.get("gradients"))),

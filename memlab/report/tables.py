@@ -39,7 +39,7 @@ def comparison(compared: Comparison) -> Table:
         Column("predicted", _predicted, is_wanted=any(each.prediction for each in rows)),
         Column("vs first", of_others(lambda each: change(each.memory_ratio)), is_wanted=not ranks),
         Column("peak reserved", lambda each: bytes_or_nothing(each.measurement.peak_reserved_bytes), is_wanted=reserved),
-        Column("on host", lambda each: bytes_or_nothing(each.measurement.host_bytes or None),
+        Column("offloaded", lambda each: bytes_or_nothing(each.measurement.host_bytes or None),
                is_wanted=any(m.host_bytes for m in measurements)),
         Column("samples/s", lambda each: speed(each.measurement)),
         Column("vs first", of_others(lambda each: change(each.speed_ratio)), is_wanted=not ranks),
@@ -203,7 +203,9 @@ def _with_interval(write: Callable[[float], str], value: float, low: float, high
 def _heading(predictions: Sequence[Prediction], budget_bytes: int | None, title: str) -> str:
     device = predictions[0].device if predictions else ""
     budget = f"budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
-    said = [title or f"predicted for {device}", counts(predictions, None) if len(predictions) > 1 else "", budget]
+    refused = sum(bool(each.refused) for each in predictions)
+    applying = counts((each for each in predictions if not each.refused), None) if len(predictions) > 1 else ""
+    said = [title or f"predicted for {device}", applying, f"{refused} refused" if refused else "", budget]
     return " · ".join(part for part in said if part)
 
 
@@ -225,7 +227,7 @@ def _columns(ranking: Ranking, rows: Sequence[Prediction]) -> tuple[Column[Predi
                bar=lambda each: Bar(segments(each), BarLook.PREDICTED)),
         Column("peak reserved", lambda each: _peak(each, is_needed=True), is_wanted=reserved),
         Column("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)),
-        Column("on host", lambda each: bytes_or_nothing(each.host_bytes or None),
+        Column("offloaded", lambda each: bytes_or_nothing(each.host_bytes or None),
                is_wanted=any(each.host_bytes for each in rows)),
         Column(unit, interval_speed, is_wanted=speeds),
         Column("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first), is_wanted=speeds),

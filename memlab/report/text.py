@@ -126,7 +126,7 @@ def breakdown(profile: Profile) -> str:
         "peak allocated": profile.peak_allocated_bytes,
         "peak reserved": profile.peak_reserved_bytes,
         "device used": profile.driver_bytes if isinstance(profile, Measurement) else None,
-        "on host": profile.host_bytes or None,
+        "offloaded": profile.host_bytes or None,
     }
     for name, total in totals.items():
         if total is not None:

@@ -97,7 +97,7 @@ def test_reserved_and_host_bytes_have_columns_where_there_are_any() -> None:
     )  # fmt: skip
     shown = text.table(ablation.table(replace(found(), rows=rows)))
     assert "peak reserved" in shown
-    assert "on host" in shown
+    assert "offloaded" in shown
     assert max(map(len, shown.splitlines())) <= 148
 
 

@@ -26,8 +26,8 @@ FEW = [
 def test_a_table_with_a_budget_in_full() -> None:
     assert text.table(tables.predictions(FEW, 4 * GIB, title="memfit · gpt2 124M")) == (
         """\
-memfit · gpt2 124M · 6 plans · budget 4.00 GiB
-plan                          •    peak allocated   vs first     on host     samples/s   vs first   verdict
+memfit · gpt2 124M · 4 plans · 2 refused · budget 4.00 GiB
+plan                          •    peak allocated   vs first   offloaded     samples/s   vs first   verdict
 ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 as written                        10.00 GiB ± 1 %          –           –   1.20 ± 18 %          –   does not fit, 6.00 GiB too much
 --accumulate 4                •    3.00 GiB ± 1 %      −70 %   512.0 MiB   1.10 ± 18 %       −8 %   fits, 1.00 GiB to spare

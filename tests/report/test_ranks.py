@@ -59,7 +59,7 @@ def test_a_table_has_what_each_rank_keeps_and_sends() -> None:
 
 def test_columns_without_a_value_are_left_out() -> None:
     titles = [column.title for column in ranks.table(PredictedRanks("gpt2", (ZERO3,))).columns]
-    assert "on host" not in titles
+    assert "offloaded" not in titles
     assert "measured" not in titles
 
 

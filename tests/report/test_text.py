@@ -34,13 +34,13 @@ def test_receipt_in_full() -> None:
     assert text.table(tables.comparison(samples.comparison())) == (
         """\
 memfit · model gpt2 124M · AdamW · batch 8 × 512 · CPU ledger (capacity 16 GiB) · 12 steps
-plan                          peak allocated   vs first    on host    samples/s   vs first   tokens/s   loss drift
-──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-as written                         10.89 GiB          –          –   1.31 ± 3 %          –        671            –
---accumulate 4                      5.05 GiB      −54 %          –   1.27 ± 3 %       −3 %        650         2e-7
---accumulate 4 --checkpoint         3.35 GiB      −69 %          –   0.98 ± 2 %      −25 %        502            0
+plan                          peak allocated   vs first   offloaded    samples/s   vs first   tokens/s   loss drift
+───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+as written                         10.89 GiB          –           –   1.31 ± 3 %          –        671            –
+--accumulate 4                      5.05 GiB      −54 %           –   1.27 ± 3 %       −3 %        650         2e-7
+--accumulate 4 --checkpoint         3.35 GiB      −69 %           –   0.98 ± 2 %      −25 %        502            0
     ↳ the peak is now in the loss: try --chunk-loss
---offload optimizer                10.99 GiB       +1 %   1.00 GiB   1.10 ± 3 %      −16 %        563            0
+--offload optimizer                10.99 GiB       +1 %    1.00 GiB   1.10 ± 3 %      −16 %        563            0
     ↳ no gain: the peak is in the forward pass, mostly activations
 step 7: out of memory (needed 1.20 GiB, 0.31 free) → accumulation 4 → 8, same batch redone, 0 steps lost"""
     )
@@ -117,7 +117,7 @@ temporaries       409.6 MiB    13 %  ███
 not broken down   215.0 MiB     7 %  ██
 peak allocated     3.00 GiB   in the forward pass
 device used        4.00 GiB
-on host            1.00 GiB"""
+offloaded          1.00 GiB"""
     )
 
 
