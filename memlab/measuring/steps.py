@@ -37,7 +37,7 @@ from memlab.runtime.observer import Observer
 from memlab.session.tape import Recorder, Tape
 
 # shorter steps are told of in part: at first twenty, then a few of each fifty
-_SHORT_SECONDS = 0.002
+_SHORT_SECONDS = 0.004
 _TOLD_AT_FIRST = 20
 _TOLD_IN_A_ROW = 5
 
