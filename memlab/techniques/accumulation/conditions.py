@@ -99,7 +99,9 @@ def _by_place(container: Container, items: Items, tokens: tuple[Hashable, ...]) 
 
 
 def _tokens(values: Collection[Any]) -> tuple[Hashable, ...]:
-    return tuple(map(_token, values)) if len(values) <= _MOST_ITEMS else (len(values),)
+    if len(values) > _MOST_ITEMS:
+        return (len(values),)
+    return tuple([value if type(value) in _PLAIN_TYPES else _token(value) for value in values])
 
 
 def _token(value: Any) -> Any:
