@@ -88,17 +88,21 @@ def _tried(moment: Moment) -> Comparison | None:
 
 
 def _settings(moment: Moment) -> Table:
-    """Every setting: what it is, what it could be instead, what that gives, and the magic for it."""
-    rows = []
+    """Every setting: what it is, what it could be instead, what that gives where anything is predicted, and the magic for it."""
+    heads: tuple[str, ...] = ("setting", "now", "instead", "gives", "by")
+    rows: list[tuple[str, ...]] = []
+    has_effects = False
     for spec, toggle in zip(FIELDS, moment.toggles, strict=True):
         is_off = toggle.value == spec.choices[0]
         instead = spec.offer if is_off else spec.choices[0]
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
+        has_effects |= effect is not None
         gives = "not predicted" if effect is None else effect.text if is_off else f"no more {effect.text}"
         try:
             magic = f"%memfit {str(moment.plan.with_setting(spec.name, instead)) or 'undo'}"
         except PlanError:
             magic = "excludes another setting"
         rows.append((spec.title, toggle.value, instead, gives, magic))
-    heads = ("setting", "now", "instead", "gives", "by")
+    if not has_effects:
+        heads, rows = (*heads[:3], heads[4]), [(*row[:3], row[4]) for row in rows]
     return tables.of_texts(moment.title, heads, rows, words=heads, foot=(moment.status,))

@@ -60,7 +60,7 @@ def test_in_a_terminal_the_panel_is_text_with_the_magic_for_each_setting(made: C
     assert ran.error is None
     lines = ran.out.splitlines()
     assert lines[0] == "memfit · Sequential 1.73k · AdamW · cpu"
-    assert re.split(r"  +", lines[3]) == ["Gradient accumulation", "1", "4", "not predicted", "%memfit --accumulate 4"]
+    assert re.split(r"  +", lines[3]) == ["Gradient accumulation", "1", "4", "%memfit --accumulate 4"]
     assert session_of(shell.user_ns["model"]) is not None
 
 
