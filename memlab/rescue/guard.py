@@ -96,7 +96,9 @@ class GuardedCall:
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
         self._past: list[torch.Tensor | None] = []  # gradients that came past the node in the backward pass under way
-        self._theirs: BaseException | None = None  # the last error of the model or of autograd
+        self._theirs = (
+            0  # id of the last error of the model or of autograd, which would keep alive what its frames hold
+        )
 
     @property
     def has_graph(self) -> bool:
@@ -130,14 +132,14 @@ class GuardedCall:
 
     def is_own(self, error: BaseException) -> bool:
         """Return whether an error is memlab's own, and not one of the model or of autograd."""
-        return error is not self._theirs and self._guardian.is_own(error)
+        return id(error) != self._theirs and self._guardian.is_own(error)
 
     @contextmanager
     def _of_theirs(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            self._theirs = error
+            self._theirs = id(error)
             raise
 
     def drop_graph(self) -> None:

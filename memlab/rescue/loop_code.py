@@ -90,11 +90,11 @@ class _Saved:
 class _Called:
     """A function of torch that the loop calls, and how that ended: other errors are memlab's own."""
 
-    __slots__ = ("error", "func", "result")
+    __slots__ = ("error_id", "func", "result")
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self.error: BaseException | None = None
+        self.error_id = 0  # of its last error, which would keep alive what its frames hold
         self.result: tuple[Any, ...] = ()  # what it returned, if it did
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class _Called:
         try:
             result = self.func(*args, **kwargs)
         except BaseException as error:
-            self.error = error
+            self.error_id = id(error)
             raise
         self.result = (result,)
         return result
@@ -148,7 +148,7 @@ class LoopCode(UncompiledMode):
         try:
             return self._heard(called, args, kwargs)
         except Exception as error:
-            if error is called.error or not self._owner.is_own(error):
+            if id(error) == called.error_id or not self._owner.is_own(error):
                 raise
             # a function that is called in a wrong way says so itself
             result = called.result[0] if called.result else func(*args, **kwargs)

@@ -30,7 +30,7 @@ PLANS = (
     "--release-grads",
     "--accumulate 2 --checkpoint --bf16 --adam8bit",
 )
-_PLANS_EACH = 2
+_PLANS_EACH = 3
 
 
 def _plans_of(name: str) -> list[str]:
