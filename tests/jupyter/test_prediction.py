@@ -143,7 +143,9 @@ def test_all_plans_of_the_model_in_the_notebook(shell: Any, made: Cell, oracle: 
     assert oracle.workloads[0].batch is shell.user_ns["inputs"]
     assert sessions() == ()
     shown = made("%memfit predict --batch inputs --budget 40KiB").out
-    assert "memfit · Sequential 1.73k · AdamW · predicted for CPU ledger · 5 plans · 1 refused · budget 40.0 KiB" in shown
+    assert (
+        "memfit · Sequential 1.73k · AdamW · predicted for CPU ledger · 5 plans · 1 refused · budget 40.0 KiB" in shown
+    )
     assert "fits, 8.0 KiB to spare" in shown
     assert "refused: --checkpoint: checkpointing: Sequential repeats no block" in shown
 
