@@ -96,9 +96,8 @@ class GuardedCall:
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
         self._past: list[torch.Tensor | None] = []  # gradients that came past the node in the backward pass under way
-        self._theirs = (
-            0  # id of the last error of the model or of autograd, which would keep alive what its frames hold
-        )
+        # id of the last error of the model or of autograd, which would keep alive what its frames hold
+        self._theirs = 0
 
     @property
     def has_graph(self) -> bool:

@@ -24,19 +24,17 @@ computes in front of the model.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_iter
 
-from memlab.rescue.guard import GuardedCall, before_others
+from memlab.rescue.differentiation import ASKING, DIFFERENTIATING, Called, Differentiation, hook_within, set_aside
+from memlab.rescue.guard import before_others
 from memlab.runtime import graphs
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
@@ -87,27 +85,6 @@ class _Saved:
         self.held.clear()
 
 
-class _Called:
-    """A function of torch that the loop calls, and how that ended: other errors are memlab's own."""
-
-    __slots__ = ("error_id", "func", "result")
-
-    def __init__(self, func: Callable[..., Any]) -> None:
-        self.func = func
-        self.error_id = 0  # of its last error, which would keep alive what its frames hold
-        self.result: tuple[Any, ...] = ()  # what it returned, if it did
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.result = ()
-        try:
-            result = self.func(*args, **kwargs)
-        except BaseException as error:
-            self.error_id = id(error)
-            raise
-        self.result = (result,)
-        return result
-
-
 class LoopCode(UncompiledMode):
     """Watches the functions of torch that the loop calls itself."""
 
@@ -144,7 +121,7 @@ class LoopCode(UncompiledMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        called = _Called(func)
+        called = Called(func)
         try:
             return self._heard(called, args, kwargs)
         except Exception as error:
@@ -155,17 +132,17 @@ class LoopCode(UncompiledMode):
             self._owner.steps_aside(error)
             return result
 
-    def _heard(self, called: _Called, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _heard(self, called: Called, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         func = called.func
         name = getattr(func, "__name__", "")
         if name == "retain_grad":
             self._retaining.append(weakref.ref(args[0]))
-        if name in _ASKING and (found := before_others(args[0])) is not None:
-            return _asked(args[0], *found, name, *args[1:], **kwargs)
+        if name in ASKING and (found := before_others(args[0])) is not None:
+            return hook_within(args[0], *found, name, *args[1:], **kwargs)
         if name in _ATTRIBUTES:
             return called(*args, **kwargs)
-        if func in _DIFFERENTIATING:
-            return self._differentiate(_Differentiation.of(called, args, kwargs))
+        if func in DIFFERENTIATING:
+            return self._differentiate(Differentiation.of(called, args, kwargs))
         if "_foreach_" in name and name.endswith("_"):
             return called(*args, **kwargs)  # nothing tells how many of its tensors it has written
         return self._retried(called, name, args, kwargs)
@@ -219,7 +196,7 @@ class LoopCode(UncompiledMode):
 
     # -- the loop's backward pass --------------------------------------------------------------
 
-    def _differentiate(self, wanted: _Differentiation) -> Any:
+    def _differentiate(self, wanted: Differentiation) -> Any:
         asked = wanted.before_others()
         if asked:
             return wanted.run_through(asked)
@@ -228,12 +205,12 @@ class LoopCode(UncompiledMode):
             if own is None:
                 return wanted.run(keep=wanted.keeps)
             retaining = [tensor for ref in self._retaining if (tensor := ref()) is not None]
-            with _set_aside([*own.leaves, *retaining] if wanted.accumulates else []) as start_over:
+            with set_aside([*own.leaves, *retaining] if wanted.accumulates else []) as start_over:
                 return self._run_until_it_fits(wanted, own, start_over)
         finally:
             self._owner.backward_ended()
 
-    def _run_until_it_fits(self, wanted: _Differentiation, own: _OwnPart, start_over: Callable[[], None]) -> Any:
+    def _run_until_it_fits(self, wanted: Differentiation, own: _OwnPart, start_over: Callable[[], None]) -> Any:
         attempt = 0
         self._keeps_all = own.goes_on
         self.graph_is_kept_for_itself = not wanted.keeps
@@ -258,12 +235,12 @@ class LoopCode(UncompiledMode):
             self.graph_is_kept_for_itself = self._keeps_all = self._can_repeat = False
             self._to_free = []
 
-    def _own_part(self, wanted: _Differentiation) -> _OwnPart | None:
+    def _own_part(self, wanted: Differentiation) -> _OwnPart | None:
         """Look at the loop's own part of a backward pass; None where it cannot be run twice."""
         part = self._walk(wanted, past_calls=not wanted.accumulates)
         return self._walk(wanted, past_calls=True) if part is not None and part.goes_on else part
 
-    def _walk(self, wanted: _Differentiation, *, past_calls: bool) -> _OwnPart | None:
+    def _walk(self, wanted: Differentiation, *, past_calls: bool) -> _OwnPart | None:
         leaves: list[torch.Tensor] = []
         calls = 0
         from_nodes: dict[Any, list[Any]] = {}  # whose gradients each node gets, the roots' from nobody
@@ -306,143 +283,12 @@ class _OwnPart:
     goes_on: bool  # whether it goes on after the model's part has begun
 
 
-@dataclass(frozen=True)
-class _Differentiation:
-    """A call of one of torch's functions that run a backward pass."""
-
-    called: _Called
-    bound: inspect.BoundArguments
-
-    @classmethod
-    def of(cls, called: _Called, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Differentiation:
-        bound = _signature(called.func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return cls(called, bound)
-
-    @property
-    def roots(self) -> list[torch.Tensor]:
-        roots = self.bound.arguments[_DIFFERENTIATING[self.called.func]]
-        everything = [roots] if isinstance(roots, torch.Tensor) else roots
-        return [tensor for tensor in everything if isinstance(tensor, torch.Tensor)]
-
-    @property
-    def accumulates(self) -> bool:
-        return self.called.func is not torch.autograd.grad
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether the loop wants to keep its graph."""
-        kept = self.bound.arguments["retain_graph"]
-        return bool(self.bound.arguments["create_graph"] if kept is None else kept)
-
-    def run_of(self, from_nodes: Mapping[Any, list[Any]]) -> Iterable[Any]:
-        """The nodes that a pass runs: all of them, but those alone that lead to inputs where some are named."""
-        if self.accumulates:
-            return from_nodes
-        inputs = self.bound.arguments["inputs"]
-        named = [inputs] if isinstance(inputs, torch.Tensor) else [one for one in inputs if one.requires_grad]
-        waiting, run = [torch.autograd.graph.get_gradient_edge(one).node for one in named], set()
-        while waiting:
-            node = waiting.pop()
-            if node in from_nodes and node not in run:
-                run.add(node)
-                waiting += [above for above in from_nodes[node] if above is not None]
-        return run
-
-    @property
-    def can_repeat(self) -> bool:
-        has_inputs = self.accumulates and self.bound.arguments["inputs"] is not None
-        return not (has_inputs or self.bound.arguments["create_graph"])
-
-    def before_others(self) -> dict[int, tuple[GuardedCall, int]]:
-        """Places among inputs of outputs that others of their call are computed from."""
-        inputs = self.bound.arguments["inputs"]
-        if self.accumulates or isinstance(inputs, torch.Tensor):
-            inputs = () if self.accumulates else (inputs,)
-        found = {i: before_others(each) for i, each in enumerate(inputs) if isinstance(each, torch.Tensor)}
-        return {i: each for i, each in found.items() if each is not None}
-
-    def run_through(self, asked: Mapping[int, tuple[GuardedCall, int]]) -> Any:
-        """Run `torch.autograd.grad` with calls whose outputs are among the inputs; their whole gradients are known within."""
-        inputs = self.bound.arguments["inputs"]
-        inputs = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
-        whole: dict[int, torch.Tensor] = {}
-        handles = [call.hook(number, functools.partial(whole.__setitem__, i)) for i, (call, number) in asked.items()]
-        # torch runs a call only where gradients of what is before it are asked for as well
-        weights = [call.weight for call, _ in asked.values()]
-        try:
-            # what is before the outputs keeps its graph, as torch would not come to it
-            found = self.run(keep=True, inputs=[*inputs, *weights], allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        gradients = [whole.get(i, gradient) for i, gradient in enumerate(found[: len(inputs)])]
-        if not self.bound.arguments["allow_unused"] and any(gradient is None for gradient in gradients):
-            return self.run(keep=True)  # torch's own error
-        return tuple(gradients)
-
-    def run(self, *, keep: bool, **others: Any) -> Any:
-        arguments = {**self.bound.arguments, "retain_graph": keep, **others}
-        changed = inspect.BoundArguments(self.bound.signature, arguments)
-        return self.called(*changed.args, **changed.kwargs)
-
-
 # functions in several parts, which may have drawn random numbers when a later part runs out of memory
 _DRAWING = frozenset(
     {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d"}
     | {"gumbel_softmax", "rrelu", "normal", "multinomial", "scaled_dot_product_attention"}
     | {"multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
 )
-
-
-# torch's functions that run a backward pass, and what they call the tensors where it begins
-_DIFFERENTIATING: Mapping[Any, str] = {
-    torch.Tensor.backward: "self",
-    torch.autograd.backward: "tensors",
-    torch.autograd.grad: "outputs",
-}
-
-
-@functools.cache
-def _signature(func: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(func)
-
-
-@contextmanager
-def _set_aside(leaves: list[torch.Tensor]) -> Iterator[Callable[[], None]]:
-    """Gradients that are there already wait until the new ones are complete; yields what starts over."""
-    before = [(leaf, leaf.grad) for leaf in leaves]
-
-    def start_over() -> None:
-        for leaf in leaves:
-            leaf.grad = None
-
-    start_over()
-    try:
-        yield start_over
-    finally:
-        for leaf, gradient in before:
-            if gradient is not None:
-                leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
-
-
-_ASKING = frozenset({"register_hook", "retain_grad"})  # for gradients of a tensor
-
-
-def _asked(tensor: torch.Tensor, call: GuardedCall, number: int, name: str, *hook: Callable[..., Any]) -> Any:
-    """Hook an output that others of its call are computed from, within the call."""
-    if name == "register_hook":
-        return call.hook(number, *hook)
-    if not tensor.retains_grad:
-        tensor.retain_grad()
-        seen = weakref.ref(tensor)
-
-        def keep(gradient: torch.Tensor | None) -> None:
-            if (there := seen()) is not None and gradient is not None:
-                there.grad = gradient.clone()  # in place of what torch has kept, which came past the call
-
-        call.hook(number, keep)
-    return None
 
 
 # what is asked of tensors and gradients without computing anything

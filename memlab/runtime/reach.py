@@ -33,7 +33,7 @@ from memlab.runtime.stand_ins import HOOK_OPTIONS, is_ours
 SMALL_BYTES = 64 * 1024
 _PLAIN_TYPES = frozenset(containers.PLAIN)
 _DEPTH = 4
-_MOST_ITEMS = 256  # of a container that is looked into
+MOST_ITEMS = 256  # of a container that is looked into
 # objects of an engine hold gathered parameters for a moment only
 _MACHINERY = ("torch", "memlab", "deepspeed", "builtins")
 LIBRARIES = (*_MACHINERY, "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision")
@@ -192,12 +192,12 @@ class Walk(ABC):
         self, items: Collection[tuple[Any, Any]], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
     ) -> None:
         self._containers += 1
-        if len(items) <= _MOST_ITEMS:
+        if len(items) <= MOST_ITEMS:
             for key, value in [each for each in items if type(each[1]) not in _PLAIN_TYPES and each[0] not in skipped]:
                 self.look_at(value, name(key), depth + 1)
 
     def _places(self, values: Collection[Any], name: str, depth: int) -> None:
-        few = values if len(values) <= _MOST_ITEMS else ()
+        few = values if len(values) <= MOST_ITEMS else ()
         self._items([*enumerate(few)], lambda place: f"{name}[{place}]", depth)
 
     def _class(self, kind: type) -> None:

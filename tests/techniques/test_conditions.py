@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memlab import RefusalError
 from memlab.techniques.accumulation.conditions import Conditions
+from memlab.techniques.accumulation.judge import Judge
 from tests.techniques.test_judge import trained
 
 Change = Callable[["Told", bool], dict[str, Any]]
@@ -118,6 +120,46 @@ def test_another_loss_is_judged_by_itself(name: str, is_other: Callable[[int], b
     assert losses == pytest.approx(expected, rel=1e-5)
     assert torch.cat([*map(torch.flatten, found)]).allclose(torch.cat([*map(torch.flatten, weights)]), rtol=1e-5)
     assert [note for note in notes if "a batch is run whole, since " in note]
+
+
+class Restless(dict[str, int]):
+    """A dictionary that is another one each time that it is looked at."""
+
+    looks = 0
+
+    def items(self) -> Any:
+        self.looks += 1
+        return {"parity": self.looks // 2 % 2}.items()  # a walk looks twice
+
+
+def test_what_changes_while_it_is_looked_at_is_refused() -> None:
+    model = Told()
+    model.restless = Restless(parity=0)  # type: ignore[assignment]
+    with pytest.raises(RefusalError) as caught:
+        trained(model, lambda model, step: model(*batch(step)), "--accumulate 2")
+    assert str(caught.value) == (
+        "accumulation: what Told reads, returns or leaves behind changes from call to call; use --checkpoint or --offload "
+        "activations, which keep the batch whole"
+    )
+
+
+def test_a_dictionary_that_grows_in_every_step_is_judged_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = 0
+    whole = Judge.judge
+
+    def counted(*args: Any) -> Any:
+        nonlocal judged
+        judged += 1
+        return whole(*args)
+
+    def loop(model: nn.Module, step: int) -> torch.Tensor:
+        loss: torch.Tensor = model(*batch(step))
+        model.config.weights[step] = float(loss)
+        return loss
+
+    monkeypatch.setattr(Judge, "judge", counted)
+    trained(Told(), loop, "--accumulate 2", 200)
+    assert judged <= 64 + 8
 
 
 class TestConditions:

@@ -15,7 +15,7 @@ Numbered rules of the mechanism:
    by replay. Large ones are computed only when looked at.
 5. Under a loop's own fp16 autocast the inner backward is scaled by the factor the loop's scaler
    used last, because the loop's own scaling comes too late for it.
-6. The first batch of each shape is judged (`judge`): run together and apart in train mode with the same random
+6. The first batch of each shape, and under each condition (`conditions`), is judged (`judge`): run together and apart in train mode with the same random
    numbers, it has to give the same, or the plan is refused with what differs. What cannot be told then (a forward that
    does something new, values that were alike by chance) is judged when it comes.
 7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -65,6 +65,8 @@ from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.checkpointing.compiled import uncompiled
 
 _FULL = (Precision.KEEP, Precision.FP32)
+# of one call, while other conditions are found than those before
+_MOST_TRIES = 4
 
 
 class Accumulation(Technique):
@@ -159,17 +161,25 @@ class Accumulation(Technique):
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         whole = Call.of(args, without_cache(self._model, kwargs))
-        while True:
-            try:
-                return self._split(call, whole, self._probe_of(whole))
-            except OtherConditionsError:
-                pass  # under which it is split now
-            except RefusalError as refusal:
-                if not self._has_split:
-                    raise
-                # the loop has come this far under the plan: a batch that cannot be split must not end it
-                self._note_once("a batch is run whole", f"a batch is run whole, since {refusal.reason}")
-                return call(*args, **kwargs)
+        try:
+            for _ in range(_MOST_TRIES):
+                # under other conditions it is split in the next try
+                with suppress(OtherConditionsError):
+                    return self._split(call, whole, self._probe_of(whole))
+            self._refuse_changing()
+        except RefusalError as refusal:
+            if not self._has_split:
+                raise
+            # the loop has come this far under the plan: a batch that cannot be split must not end it
+            self._note_once("a batch is run whole", f"a batch is run whole, since {refusal.reason}")
+        return call(*args, **kwargs)
+
+    def _refuse_changing(self) -> NoReturn:
+        raise RefusalError(
+            self.field,
+            f"what {self._name} reads, returns or leaves behind changes from call to call",
+            KEEP_WHOLE,
+        )
 
     def _split(self, call: ModelCall, whole: Call, probe: Probe) -> Any:
         """Run a call in micro-batches.
@@ -225,9 +235,7 @@ class Accumulation(Technique):
                 run.start_over()
                 del self._verdicts[self._shape_of(whole, layout)]
                 if last_try:
-                    raise RefusalError(
-                        self.field, f"what {self._name} returns or leaves behind changes from call to call", KEEP_WHOLE
-                    ) from None
+                    self._refuse_changing()
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, (MemlabError, OtherConditionsError)):
                     raise

@@ -6,7 +6,8 @@ Numbered rules:
    configurations, globals and closures that it names). Of everything else the type counts.
 2. Places to which the forward writes are left out: what they hold is accounted for by name.
 3. So is a place that has held many values, such as the number of a step or an annealed weight: else every call would be
-   judged. Of such calls the first, second, fourth, eighth, ... are.
+   judged. Of such calls the first, second, fourth, eighth, ... are. It is the same once there were many conditions, as
+   where a dictionary of the loop's gets a key in every step.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 import torch
 
 from memlab.runtime.containers import PLAIN, Container, Items
+from memlab.runtime.reach import MOST_ITEMS
 
 # so many values of a place are told apart: numbers are seldom modes, and often count
 _MOST_NUMBERS, _MOST_VALUES = 4, 8
-# of a longer container only the length counts
-_MOST_ITEMS = 256
+_MOST_CONDITIONS = 64
 _PLAIN_TYPES = frozenset(PLAIN) - {slice}  # cannot be hashed
 
 
@@ -41,6 +42,7 @@ class Conditions:
         self._tokens: list[tuple[Hashable, ...]] = []
         self._places: dict[str, Hashable] = {}
         self._key = 0
+        self._known: set[int] = set()  # keys of the conditions that are told apart
         self._variations = 0  # calls in which a place that holds many values held another one than before
 
     def leave_out(self, places: Collection[str]) -> None:
@@ -88,8 +90,13 @@ class Conditions:
 
     def _key_of_places(self) -> int:
         left_out = self._written | self._varying
-        known = tuple((name, token) for name, token in self._places.items() if name not in left_out)
-        return hash((known, self._variations.bit_length()))
+        places = tuple((name, token) for name, token in self._places.items() if name not in left_out)
+        key = hash((places, self._variations.bit_length()))
+        if key not in self._known and len(self._known) >= _MOST_CONDITIONS:
+            self._variations += 1
+            return hash(self._variations.bit_length())
+        self._known.add(key)
+        return key
 
 
 def _by_place(container: Container, items: Items, tokens: tuple[Hashable, ...]) -> Iterable[tuple[str, Hashable]]:
@@ -99,7 +106,7 @@ def _by_place(container: Container, items: Items, tokens: tuple[Hashable, ...]) 
 
 
 def _tokens(values: Collection[Any]) -> tuple[Hashable, ...]:
-    if len(values) > _MOST_ITEMS:
+    if len(values) > MOST_ITEMS:  # what it holds was not looked into
         return (len(values),)
     return tuple([value if type(value) in _PLAIN_TYPES else _token(value) for value in values])
 
