@@ -19,6 +19,7 @@ from memlab.measuring.device import device_for
 from memlab.measuring.host_rates import host_rates
 from memlab.plan import Plan, Precision
 from memlab.runtime.cuda_room import workspaces
+from memlab.runtime.fp32_products import rounds_factors
 from memlab.runtime.workload import Workload
 from memlab.trace.tracer import Choices
 
@@ -49,7 +50,7 @@ class Target:
     def rates_under(self, plan: Plan) -> Rates:
         """How fast it works under a plan; one that says nothing of tf32 leaves it as this process has it."""
         is_kept = plan.precision not in (Precision.FP32, Precision.TF32)
-        is_rounded = torch.get_float32_matmul_precision() != "highest" if is_kept else plan.precision is Precision.TF32
+        is_rounded = rounds_factors() if is_kept else plan.precision is Precision.TF32
         return self.rates_in_tf32 if is_rounded and self.rates_in_tf32 is not None else self.rates
 
     def interval_bytes(self, needed_bytes: int) -> tuple[int, int]:

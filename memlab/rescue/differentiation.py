@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memlab.rescue.guard import GuardedCall, before_others
+from memlab.runtime.callers import for_asker
 
 # torch's functions that run a backward pass, and what they call the tensors where it begins
 DIFFERENTIATING: Mapping[Any, str] = {
@@ -33,6 +34,7 @@ class Called:
         self.error_id = 0  # of its last error, which would keep alive what its frames hold
         self.result: tuple[Any, ...] = ()  # what it returned, if it did
 
+    @for_asker
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.result = ()
         try:

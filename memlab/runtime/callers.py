@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from types import FrameType
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 _PASSED_OVER = ("memlab.runtime.touch", "memlab.runtime.away", "memlab.techniques.offload.lending", "torch")
 _DECORATES = "torch.utils._contextlib"  # with `torch.no_grad`, say
+_FOR_ASKERS: set[CodeType] = set()  # see `for_asker`
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def for_asker(function: _Function) -> _Function:
+    """Mark a function that runs others for the code that has asked a mode, in whatever module that mode is."""
+    _FOR_ASKERS.add(function.__code__)
+    return function
 
 
 def is_own_code(frame: FrameType | None) -> bool:
@@ -32,9 +42,10 @@ def is_own_code(frame: FrameType | None) -> bool:
 
 
 def _who_asked_mode(frame: FrameType) -> FrameType | None:
-    """The code for which a mode of memlab's runs a function, within its own module; None where it is no mode that does."""
-    module, above = frame.f_globals, frame
-    while above.f_globals is module and above.f_back is not None:
+    """The code for which a mode of memlab's runs a function; None where it is no mode that does."""
+    module = None if frame.f_code in _FOR_ASKERS else frame.f_globals
+    above = frame
+    while module in (None, above.f_globals) and above.f_back is not None:
         if above.f_code.co_name == "__torch_function__":
             return above.f_back
         above = above.f_back

@@ -25,6 +25,7 @@ from torch import nn
 
 from memlab.plan import Plan, Tier
 from memlab.runtime import backward, containers
+from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
@@ -51,7 +52,7 @@ class Rollback:
     ) -> None:
         optimizers = list(optimizers)
         self._spills: dict[torch.device, Spill] = {}
-        self._matmul_precision = torch.get_float32_matmul_precision()
+        self._products = Fp32Products()
         self._parts: list[_Part] = [
             *_parts_of_model(model),
             *(part for tensor in _tensors(model, optimizers) for part in _parts_of_tensor(tensor)),
@@ -68,8 +69,7 @@ class Rollback:
             part.drop_newer()
         for part in self._parts:
             part.restore()
-        if torch.get_float32_matmul_precision() != self._matmul_precision:
-            torch.set_float32_matmul_precision(self._matmul_precision)
+        self._products.restore()
 
     def spare(self) -> None:
         """Move old tensors that have been replaced by now off the device."""

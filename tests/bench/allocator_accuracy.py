@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import gc
 import json
 import multiprocessing
@@ -161,14 +163,30 @@ MODELS: dict[str, Callable[[], Made]] = {
 
 
 def workload_of(name: str) -> Workload:
-    """A model on the GPU without weights, and a fresh AdamW."""
-    with torch.device("meta"):
-        model, batch = MODELS[name]()
-    model = model.to_empty(device="cuda").train()
-    if isinstance(model, hf.PreTrainedModel):
-        model.tie_weights()
+    """A model on the GPU, without weights where nothing is computed, and a fresh AdamW."""
+    model, batch = _made(name)
+    if IS_EMULATED:
+        model = model.to_empty(device="cuda").train()
+        if isinstance(model, hf.PreTrainedModel):
+            model.tie_weights()
+    else:
+        model = copy.deepcopy(model).to("cuda").train()
     on_device = {key: torch.zeros(value.shape, dtype=value.dtype, device="cuda") for key, value in batch.items()}
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch=on_device, name=name)
+
+
+def _made(name: str) -> Made:
+    """A model without memory, or on the CPU with the weights that a real GPU computes with, made once."""
+    if IS_EMULATED:
+        with torch.device("meta"):
+            return MODELS[name]()
+    return _with_weights(name)
+
+
+@functools.cache
+def _with_weights(name: str) -> Made:
+    torch.manual_seed(0)
+    return MODELS[name]()
 
 
 def rows_of(name: str, plans: Sequence[str]) -> Iterator[Row]:

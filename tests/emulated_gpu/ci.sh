@@ -36,6 +36,6 @@ part "memory, without values"
 emulated -- "${tests[@]}" tests/gpu/test_measure.py tests/gpu/test_choices.py
 
 part "behaviour, with values and late streams"
-emulated --values --late -- "${tests[@]}" tests/gpu/test_measure.py tests/gpu/test_loops_cuda.py \
+emulated --values --late -- "${tests[@]}" tests/gpu/test_measure.py tests/gpu/test_loops_cuda.py tests/gpu/test_own_code_cuda.py \
   tests/gpu/test_contracts.py::test_updates_in_the_backward_pass_are_the_same
 part "done"

@@ -28,6 +28,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.runtime.cuda_room import most_bytes
+from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.techniques.accumulation.agreement import DisagreementError
@@ -76,7 +77,8 @@ class Judge:
                 # steps of the plan run as many rows as a part has, so that only running them tells whether they fit
                 if rows > max(2, micro_rows) and not self._has_room_for(call, whole, layout, rows):
                     raise torch.OutOfMemoryError("rows together are expected to take more memory than is free")
-                return self._judged(call, layout.take(whole, 0, rows), layout, ranges)
+                with exact_products():
+                    return self._judged(call, layout.take(whole, 0, rows), layout, ranges)
             except BaseException as error:
                 # a technique below may have no room for so many rows in the budget it was given
                 is_of_another = isinstance(error, RefusalError) and error.technique != _FIELD

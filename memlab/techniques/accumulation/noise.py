@@ -42,8 +42,6 @@ class StrangeDrawError(Exception):
     """Rows apart ask for random numbers that rows together did not draw in this order."""
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
-
 _aten = torch.ops.aten
 # operators that tell which target does not count
 _IGNORING = frozenset({_aten.nll_loss_forward, _aten.nll_loss2d_forward})
@@ -76,7 +74,7 @@ class Noise(WatchingMode):
         self._born: list[weakref.ref[torch.UntypedStorage]] = []
         self._repeating = False
         self._given_at: dict[bytes, list[torch.Tensor]] = {}
-        # whether an operator of the run together computed in TF32, in half precision or in less
+        # whether an operator of the run together computed in half precision or in less
         self.computes_low = False
         self.ignored: dict[int, None] = {}  # targets that losses ignore, or that whole numbers are held against
         self.draws_inside = False  # whether dropout inside of a kernel was left out (rule 3)
@@ -123,7 +121,7 @@ class Noise(WatchingMode):
             given = {_storage_of(each) for each in args if isinstance(each, torch.Tensor) and not _writes(func)}
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, torch.Tensor):
-                    self.computes_low |= tensor.dtype in LOW_DTYPES or (tensor.is_cuda and _uses_tf32(func))
+                    self.computes_low |= tensor.dtype in LOW_DTYPES
                     if tensor.layout is torch.strided and _storage_of(tensor) not in given:
                         self._born.append(weakref.ref(tensor.untyped_storage()))
         return result
@@ -252,11 +250,3 @@ def _numbers_of(
             if isinstance(value, torch.Tensor) and all(value is not each for each in found):
                 found.append(value)
     return found
-
-
-def _uses_tf32(operator: Any) -> bool:
-    """Return whether a GPU from Ampere on may round the factors of an operator to TF32, as it does by default in convolutions."""
-    if "conv" in operator.name():
-        return bool(torch.backends.cudnn.allow_tf32)
-    is_product = operator.name().partition("::")[2].startswith(_PRODUCTS)
-    return is_product and bool(torch.backends.cuda.matmul.allow_tf32)

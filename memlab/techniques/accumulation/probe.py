@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.autocast import without_autocast
+from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
@@ -315,7 +316,7 @@ class Probe:
         try:
             for module in training:
                 module.training = False
-            with torch.set_grad_enabled(self.needs_graph), without_autocast():
+            with torch.set_grad_enabled(self.needs_graph), without_autocast(), exact_products():
                 yield quiet
         finally:
             for module in training:

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 
 from memlab.runtime.dispatch import WatchingMode
+from memlab.techniques.accumulation.noise import LOW_DTYPES
 
-# what may come from rounding, in times of what it changes by chance in one run
-TIMES = 8
+# what may come from rounding, in times of what the noise of `Rounding` changes
+TIMES = 2
+# of the noise, in times of the precision: large enough that a unit of a million, whose input is next to zero and which rounding
+# switches on or off, is switched by it as well (T5 on an H100: gradients a thousandth off)
+_NOISE, _LOW_NOISE = 16, 4
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     {
@@ -32,7 +36,7 @@ _PRODUCTS = frozenset(
 
 
 class Rounding(WatchingMode):
-    """Adds to each matrix product what rounding may have: a random share of the precision of its largest values.
+    """Adds noise to each matrix product: some times what rounding changes of values of its size.
 
     Example:
         >>> one = torch.ones(4, 4)
@@ -57,4 +61,5 @@ class Rounding(WatchingMode):
     def _round(self, product: torch.Tensor) -> None:
         drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
         size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
-        product.add_(drawn.mul_(size * torch.finfo(product.dtype).eps))
+        noise = (_LOW_NOISE if product.dtype in LOW_DTYPES else _NOISE) * torch.finfo(product.dtype).eps
+        product.add_(drawn.mul_(size * noise))

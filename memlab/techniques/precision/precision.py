@@ -27,6 +27,7 @@ from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.buckets import is_separable
+from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
@@ -316,5 +317,5 @@ def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _set_matmul_precision(precision: str, undo: ExitStack) -> None:
-    undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    undo.callback(Fp32Products().restore)
     torch.set_float32_matmul_precision(precision)
