@@ -26,12 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memlab.hardware.gpus import Gpu
-from memlab.measuring.ledger import Ledger
-from memlab.runtime.dispatch import WatchingMode
-from memlab.trace.cuda_kernels import Registration
+from memlab.trace.cuda_kernels import Registration, is_watched
 from memlab.trace.cuda_thread import current_gpu
 
 _aten = torch.ops.aten
@@ -318,7 +315,7 @@ def _plain(attention: Attention) -> torch.Tensor:
         key, value = (_repeated(tensor, query.size(-3)) for tensor in (key, value))
     scores = torch.matmul(scaled, key.transpose(-2, -1) * root)
     if mask is not None:
-        scores = scores.add(mask) if _is_watched() else scores.add_(mask)
+        scores = scores.add(mask) if is_watched() else scores.add_(mask)
     scores = _aten._safe_softmax(scores, -1)
     if attention.dropout > 0:
         scores = torch.dropout(scores, attention.dropout, True)
@@ -326,12 +323,6 @@ def _plain(attention: Attention) -> torch.Tensor:
     out = torch.matmul(scores, value).to(attention.query.dtype)
     del returned
     return out
-
-
-def _is_watched() -> bool:
-    """Return whether modes are in force beside the recorder, as in selective checkpointing: torch then writes to no scores."""
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, WatchingMode) and not isinstance(mode, Ledger) for mode in modes)
 
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memlab.trace.cuda_kernels import Kernel, Registration, exists, overload
+from memlab.trace.cuda_kernels import Kernel, Registration, exists, is_watched, overload
 
 _aten = torch.ops.aten
 
@@ -47,8 +47,8 @@ def _softmax(operator: Any, tensor: torch.Tensor, dim: int, dtype: torch.dtype |
 
 
 def _linear(_: Any, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    """Add the bias in place: only fake tensors (as subclasses) are spared that."""
-    if bias is None or tensor.dim() <= 2 or tensor.is_contiguous():
+    """Add the bias in place: fake tensors (as subclasses) are spared that, and tensors while modes are in force."""
+    if bias is None or tensor.dim() <= 2 or tensor.is_contiguous() or is_watched():
         return NotImplemented
     return torch.matmul(tensor, weight.t()).add_(bias)
 

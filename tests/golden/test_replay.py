@@ -21,6 +21,7 @@ from tests.golden.record import STEPS, read, recordings
 MIB = 2**20
 
 Recorded = Sequence[Any]
+_GIVEN_BACK = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 needs_recordings = pytest.mark.skipif(
     not recordings(), reason="no trace of a GPU in tests/golden: run `python -m tests.golden.record` on one"
 )
@@ -28,18 +29,20 @@ needs_recordings = pytest.mark.skipif(
 
 def replayed(recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Allocator:
     """Serve what a recording asked for; before torch 2.13 in segments where the driver put them, as their order decides."""
-    events = recorded["events"]
+    events, settings = recorded["events"], Settings.parse(recorded["settings"])
     addresses = iter([address for action, address, *_ in events if action == Action.SEGMENT_ALLOC])
-    allocator, live, before = Allocator(Settings.parse(recorded["settings"]), history=True), dict[int, Block](), ""
+    allocator, live, before = Allocator(settings, history=True), dict[int, Block](), ""
     with monkeypatch.context() as patch:
-        if tuple(map(int, recorded["versions"]["torch"].split(".")[:2])) < (2, 13):
+        if tuple(map(int, recorded["versions"]["torch"].split(".")[:2])) < (2, 13) and not settings.expandable_segments:
             patch.setattr(DeviceMemory, "new_addresses", lambda _device, _size: next(addresses))
         for action, address, size_bytes, stream in events:
             if action == Action.ALLOC:
                 live[address] = allocator.malloc(size_bytes, stream)
             elif action == Action.FREE_COMPLETED:
                 allocator.free(live.pop(address))
-            elif action == Action.SEGMENT_FREE != before:  # the first of those that `empty_cache` gives back
+            elif (
+                action in _GIVEN_BACK and before not in _GIVEN_BACK
+            ):  # the first of those that `empty_cache` gives back
                 allocator.empty_cache()
             before = action
     return allocator
@@ -49,7 +52,7 @@ def segments_in(events: Sequence[Recorded]) -> list[tuple[str, int]]:
     """Segments taken from the driver and given back, in order; those that go at once by size."""
     found = [(str(action), size) for action, _, size, _ in events if str(action).startswith("segment_")]
     together = (list(each) for _, each in groupby(found, key=lambda segment: segment[0]))
-    return [segment for each in together for segment in (sorted(each) if each[0][0] == Action.SEGMENT_FREE else each)]
+    return [segment for each in together for segment in (sorted(each) if each[0][0] in _GIVEN_BACK else each)]
 
 
 def assert_simulated(recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

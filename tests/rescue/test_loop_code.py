@@ -414,3 +414,30 @@ def test_a_backward_pass_that_ran_out_anywhere(way: str, loss_of: Any, has_gradi
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     assert stack() == []
+
+
+@pytest.mark.parametrize(
+    "plan", ["--precision pure-bf16", "--adam8bit --offload optimizer", "--accumulate 2 --checkpoint"]
+)
+def test_the_loop_reads_what_it_would_without_a_rescue(plan: str) -> None:
+    """Values that memlab keeps in another form are the loop's when torch's functions pass through the mode."""
+
+    def read(*, rescued: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = Tower()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found: list[Any] = []
+        with fit(Workload(model, optimizer), plan, rescue=rescued):
+            for step in range(2):
+                inputs, targets = pairs(step)
+                penalty = sum(p.square().sum() for p in model.parameters())
+                (F.cross_entropy(model(inputs), targets) + 1e-3 * penalty).backward()
+                found += [p.detach().double().sum().item() for p in model.parameters()]
+                found += [p.data.dtype for p in model.parameters()]
+                found += [each.item() for each in torch._foreach_norm([p.grad for p in model.parameters()])]
+                found.append(torch.stack([p.norm().detach() for p in model.parameters()]).norm().item())
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    assert read(rescued=True) == read(rescued=False)

@@ -4,6 +4,7 @@
 // 2. With EMULATED_GPU_LATE, a stream other than the default one does nothing before somebody waits for it: the host
 //    (synchronize), the default stream (an event of it), or a kernel queued on the stream itself. A computation that
 //    forgot to wait then reads old bytes, and memory that was given back too early is copied from after it was reused.
+//    A copy to or from the host is late on the default stream as well, until the next kernel there.
 // 3. Asking a late stream or event whether it is done does nothing: torch's allocator asks at every turn. From the ten thousandth
 //    time on it does one piece of its work, so that a loop that asks comes to an end.
 // 4. A copy that involves memory which is not pinned is done at once, as CUDA stages it.
@@ -65,10 +66,10 @@ void catch_up(Stream *stream) {
   while (!stream->pending.empty()) do_one(stream);
 }
 // runs work now, or when somebody waits for the stream
-cudaError_t enqueue(cudaStream_t handle, bool may_be_late, std::function<void()> run) {
+cudaError_t enqueue(cudaStream_t handle, bool may_be_late, std::function<void()> run, bool even_on_default = false) {
   Lock lock(mutex);
   Stream *stream = stream_of(handle);
-  if (late && may_be_late && stream != &default_stream) {
+  if (late && may_be_late && (stream != &default_stream || even_on_default)) {
     stream->pending.push_back({std::move(run), nullptr, nullptr});
     return cudaSuccess;
   }
@@ -206,9 +207,9 @@ API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cud
   return cudaSuccess;
 }
 
-API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   bool may_be_late = late && is_known(to) && is_known(from);
-  return enqueue(stream, may_be_late, [=] { memmove(to, from, bytes); });
+  return enqueue(stream, may_be_late, [=] { memmove(to, from, bytes); }, kind != cudaMemcpyDeviceToDevice);
 }
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {
   return enqueue(nullptr, false, [=] { memmove(to, from, bytes); });
