@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from memlab.techniques.accumulation import merge, probe
@@ -13,6 +14,11 @@ from memlab.techniques.tiling import tiling
 
 IS_EMULATED = bool(os.environ.get("EMULATED_GPU"))
 HAS_VALUES = not IS_EMULATED or bool(os.environ.get("EMULATED_GPU_VALUES"))
+
+
+def unjudged() -> AbstractContextManager[Any]:
+    """Split batches without the comparison of rows together and apart, which takes as much as the whole batch."""
+    return patch.object(Accumulation, "_verdict", lambda *_: None)
 
 
 @contextmanager
@@ -24,9 +30,8 @@ def without_judgement() -> Iterator[None]:
     if HAS_VALUES:
         yield
         return
-    judgement = patch.object(Accumulation, "_verdict", lambda *_: None)
     alike = patch.object(tiling, "treats_rows_alike", lambda _part: True)
     # a loss is whatever was copied to its place before; several rules for it that differ would be looked into at every step
     rules = patch.multiple(probe, _closest=lambda rules, *_: rules[:1], _alike=lambda _outputs: False)
-    with judgement, alike, rules, patch.object(merge, "distance", lambda *_: 0.0):
+    with unjudged(), alike, rules, patch.object(merge, "distance", lambda *_: 0.0):
         yield

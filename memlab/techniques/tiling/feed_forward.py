@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.autocast import without_autocast
+from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.stand_ins import is_ours
@@ -161,7 +162,7 @@ def treats_rows_alike(part: FeedForward) -> bool:
     before = Surroundings(part.owner)
     random = Randomness(before.generators)
     try:
-        with torch.no_grad(), without_autocast():
+        with torch.no_grad(), without_autocast(), exact_products():
             return all(_are_alike(part, rows, dim) for dim in (0, 1)) and not before.effects()
     except (RuntimeError, TypeError, ValueError, IndexError, StrangeDrawError) as error:
         if is_out_of_memory(error):
