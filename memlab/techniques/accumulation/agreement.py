@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from memlab.techniques.accumulation.merge import (
     found_merge,
     why_apart,
 )
-from memlab.techniques.accumulation.rounding import TIMES
+from memlab.techniques.accumulation.rounding import OUT_OF_PROPORTION, STRONG, STRONG_TIMES, TIMES
 from memlab.techniques.accumulation.split import Outputs
 from memlab.techniques.accumulation.verdict import Left
 
@@ -68,8 +69,7 @@ class Agreement:
         whole: Outputs,  # of the rows together
         parts: Sequence[Outputs],  # of the rows apart
         weights: Mapping[int, list[float]],  # for each scalar output that has a rule, one weight per part
-        # gives outputs of the rows together, rounded otherwise, and by how much gradients differ then
-        rounded: Callable[[], tuple[Outputs, Sequence[float]]],
+        rounded: Callable[[], Outputs],  # gives those of the rows together, rounded otherwise
     ) -> dict[int, Merge]:
         """Compare outputs.
 
@@ -86,7 +86,7 @@ class Agreement:
                 if (
                     not abs(apart) <= self.tolerance * size
                     and _number(leaf) == _number(leaf)
-                    and not abs(apart) <= TIMES * abs(_number(rounded()[0].leaves[i]) - _number(leaf))
+                    and not abs(apart) <= TIMES * abs(_number(rounded().leaves[i]) - _number(leaf))
                 ):
                     self._refuse_loss(whole, i, abs(apart) / size)
                 continue
@@ -179,8 +179,8 @@ class Agreement:
         self,
         residuals: Sequence[float],  # norm of the difference, for each parameter
         sizes: Sequence[float],  # norm of the gradient or of its largest partial sum, likewise
-        # gives by how much gradients differ when products are rounded otherwise
-        rounded: Callable[[], Sequence[float]],
+        # gives by how much gradients differ with noise of so many precisions on products
+        rounded: Callable[[int], Sequence[float]],
         name_of: Callable[[int], str],  # tells the name of a parameter
     ) -> None:
         """Compare gradients of parameters."""
@@ -195,11 +195,15 @@ class Agreement:
             if share > self.tolerance:
                 off[number] = share, scale
         if off and max(share for share, _ in off.values()) < _MOST_ROUNDING:
-            by_rounding = rounded()
+            little = rounded(1)
+            off = {number: each for number, each in off.items() if not math.prod(each) <= TIMES * little[number]}
+            much = rounded(STRONG) if off else []
             off = {
-                number: (share, scale)
-                for number, (share, scale) in off.items()
-                if not share * scale <= TIMES * by_rounding[number]
+                number: each
+                for number, each in off.items()
+                if not (
+                    much[number] > OUT_OF_PROPORTION * little[number] and math.prod(each) <= STRONG_TIMES * much[number]
+                )
             }
         if off:
             worst = max(off, key=lambda number: off[number])

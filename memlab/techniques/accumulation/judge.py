@@ -9,8 +9,8 @@ Numbered rules:
    parameter and input, and everything left elsewhere. How the latter is put together is found out here as well (`merge`).
 3. A gradient may differ by `TOLERANCE` of its size, or of a partial sum's where parts cancel, or of a twentieth of that of the
    largest gradient; an output by that share of its largest value. In half precision by `LOW_TOLERANCE`. Where a gradient differs
-   by more, the run together is repeated with products that are rounded otherwise (`rounding`), and may differ by some times as much
-   as that changes it.
+   by more, the run together is repeated with noise on its products (`rounding`), and may differ by some times as much as that
+   changes it.
 4. It is done with all rows, or if memory does not suffice with those of one micro-batch. Where that is one row, and two do not fit,
    there is no judgement.
 """

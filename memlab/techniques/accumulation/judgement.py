@@ -156,11 +156,11 @@ class Judgement:
                 largest = [max(one, other) for one, other in zip(largest, self._norms(), strict=True)]
             residuals = self._norms()
             needs_graph = kept.outputs.loss not in directions and self._needs_graph(parts[0], ran[0], in_turn=in_turn)
-        rounded = cache(lambda: self._rounded(directions, total, in_turn=in_turn))
-        merges = self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, rounded)
+        rounded = cache(lambda times: self._rounded(directions, total, times, in_turn=in_turn))
+        merges = self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, lambda: rounded(1)[0])
         left = self._agreement.left(kept.effects, [run.effects for run in ran])
         self._check_sums(kept.outputs, merges, left)
-        self._agreement.gradients(residuals, largest, lambda: rounded()[1], self._name_of)
+        self._agreement.gradients(residuals, largest, lambda times: rounded(times)[1], self._name_of)
         self._agreement.inputs(whole_inputs, [run.inputs for run in ran])
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
         starts = frozenset({start_of(kept.effects, self._layout.rows)})
@@ -289,11 +289,11 @@ class Judgement:
             self._start.restore()
 
     def _rounded(
-        self, directions: Mapping[int, torch.Tensor], rows: int, *, in_turn: bool
+        self, directions: Mapping[int, torch.Tensor], rows: int, times: int, *, in_turn: bool
     ) -> tuple[Outputs, list[float]]:
-        """Outputs of rows together whose products are rounded otherwise, and by how much their gradients differ."""
+        """Outputs of rows together with so strong noise on their products, and by how much their gradients differ."""
         self._aliases.take_gradients()
-        for sign, rounding in ((1, nullcontext()), (-1, Rounding(self._device))):
+        for sign, rounding in ((1, nullcontext()), (-1, Rounding(self._device, times))):
             self._random.restore()
             self.noise.give(0, rows, of=rows, in_turn=in_turn)
             with self._aliases.in_place(), torch.enable_grad(), in_groups(self._model, self._per_part, self._rows):

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from memlab.runtime.dispatch import WatchingMode
-from memlab.techniques.accumulation.noise import LOW_DTYPES
 
-# what may come from rounding, in times of what the noise of `Rounding` changes
-TIMES = 2
-# of the noise, in times of the precision: large enough that a unit of a million, whose input is next to zero and which rounding
-# switches on or off, is switched by it as well (T5 on an H100: gradients a thousandth off)
-_NOISE, _LOW_NOISE = 16, 4
+# what may come from rounding, in times of what noise of one precision changes
+TIMES = 8
+# Noise of so many precisions switches units whose input is next to zero, as rounding may switch one of a million (T5 on an H100:
+# a gradient is a thousandth off). Where it changes so many times as much as noise of one, it has, and so much may come from rounding.
+STRONG, OUT_OF_PROPORTION, STRONG_TIMES = 16, 32, 2
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     {
@@ -36,7 +35,7 @@ _PRODUCTS = frozenset(
 
 
 class Rounding(WatchingMode):
-    """Adds noise to each matrix product: some times what rounding changes of values of its size.
+    """Adds noise to each matrix product: some times the precision of values of its size.
 
     Example:
         >>> one = torch.ones(4, 4)
@@ -46,8 +45,9 @@ class Rounding(WatchingMode):
         (False, True)
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, times: int = 1) -> None:
         super().__init__()
+        self._times = times
         self._generator = torch.Generator(device).manual_seed(0)
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,5 +61,4 @@ class Rounding(WatchingMode):
     def _round(self, product: torch.Tensor) -> None:
         drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
         size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
-        noise = (_LOW_NOISE if product.dtype in LOW_DTYPES else _NOISE) * torch.finfo(product.dtype).eps
-        product.add_(drawn.mul_(size * noise))
+        product.add_(drawn.mul_(size * self._times * torch.finfo(product.dtype).eps))
