@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -60,10 +59,11 @@ _CHAPTER_RAM_KIB = round(1.5 * 2**20)
 _RESIDENT = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
 
 
-def _executed(name: str, *cells: str) -> Any:
+def _executed(name: str, *cells: str, without: str = "") -> Any:
     """A chapter that was run to its end in little memory, with some cells behind it, and what a reader who types nothing is told."""
-    builder = build()
-    notebook = builder.notebook_of((NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8"))
+    builder, source = build(), (NOTEBOOKS / "source" / f"{name}.md").read_text(encoding="utf-8")
+    assert without in source
+    notebook = builder.notebook_of(source.replace(without, ""))
     notebook.cells += [nbformat.v4.new_code_cell(cell) for cell in (_RESIDENT, *cells)]
     client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
     # one thread each, as in the other kernels of these tests: two notebooks with two threads each share two cores badly
@@ -131,13 +131,14 @@ print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
-    notebook = _executed("09_beyond_one_gpu", _HANDED_OVER)
+    # `tests/scaleout` trains under every engine, and the cell before uses one of DeepSpeed's: three launches fewer
+    of_deepspeed = '"ddp", "zero1", "zero2", "zero3", "fsdp2") if HAS_DEEPSPEED else ('
+    notebook = _executed("09_beyond_one_gpu", _HANDED_OVER, without=of_deepspeed)
     difference, one_bytes, peaks, left = json.loads(notebook.cells[-1].outputs[0].text)
     assert difference < 1e-4
     # DDP divides the batch alone, and its buckets for averaging are as large as the gradients
     assert peaks.pop("ddp") < one_bytes
-    of_deepspeed = {"zero1", "zero2", "zero3"} if importlib.util.find_spec("deepspeed") else set()
-    assert peaks.keys() == {"fsdp2", "handed over", *of_deepspeed}
+    assert peaks.keys() == {"fsdp2", "handed over"}
     assert all(peak_bytes < 0.9 * one_bytes for peak_bytes in peaks.values()), (peaks, one_bytes)
     assert left == 0
     shown = [o.data["text/plain"] for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "data" in o]
