@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -157,6 +159,23 @@ def test_a_missing_wait_is_seen_as_a_wrong_value() -> None:
     assert not event.query()
     torch.cuda.current_stream().wait_event(event)
     assert (there + 0).cpu().equal(source)
+
+
+@needs_late_streams
+def test_a_copy_to_the_host_is_late_on_the_default_stream_as_well() -> None:
+    source, home = torch.ones(1000, device=CUDA), torch.zeros(1000, pin_memory=True)
+    torch.cuda.synchronize()
+    home.copy_(source, non_blocking=True)
+    assert not home.any()  # nobody waited
+    torch.cuda.synchronize()
+    assert home.all()
+
+
+@needs_values
+def test_the_first_operator_of_a_process_has_values() -> None:
+    code = "import torch; print(torch.arange(5, device='cuda').tolist())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[0, 1, 2, 3, 4]"
 
 
 @needs_late_streams

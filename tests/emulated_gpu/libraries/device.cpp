@@ -65,7 +65,8 @@ const bool is_set_up = [] {
   return true;
 }();
 
-// the library that gives operators values needs torch's, which are loaded by the time that a device is first used
+// the library that gives operators values needs torch's, which are loaded by the time that devices are counted; an operator that
+// is under way when it is loaded has no values
 void load_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -105,6 +106,7 @@ API bool emulated_has_values() {
 
 API cudaError_t cudaGetDeviceCount(int *count) {
   *count = devices;
+  if (devices && emulated_has_values()) load_operators();
   return devices ? cudaSuccess : fail(cudaErrorNoDevice, "cudaGetDeviceCount");
 }
 API cudaError_t cudaGetDevice(int *device) {
