@@ -44,12 +44,13 @@ class Told(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6))
         self.stage, self.loss, self.criterion = 0, by_rows, nn.MSELoss()
+        self.register_buffer("mode", torch.zeros(()))
         self.config = SimpleNamespace(kind="rows", names=["rows"], weights={"pairs": 0.0})
 
-    def forward(self, rows: torch.Tensor, target: torch.Tensor, kind: str = "", stage: int = 0) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, target: torch.Tensor, kind: str = "", stage: Any = 0) -> torch.Tensor:
         outputs, config = self.layers(rows), self.config
         told = (kind, self.of_all, config.kind, config.names[0], WORLD["kind"])
-        if "pairs" in told or stage or self.stage or config.weights["pairs"]:
+        if "pairs" in told or stage or self.stage or self.mode > 0.5 or config.weights["pairs"]:
             return by_pairs(outputs, target)
         return self.loss(outputs, target) if self.loss is not by_rows else self.criterion(outputs, target)
 
@@ -83,7 +84,10 @@ def _of_the_class(_model: Told, is_other: bool) -> dict[str, Any]:
 CHANGES: dict[str, Change] = {
     "an argument": lambda _, is_other: {"kind": "pairs" if is_other else "rows"},
     "a number": lambda _, is_other: {"stage": int(is_other)},
+    "a number in a tensor": lambda _, is_other: {"stage": torch.tensor(int(is_other))},
     "an attribute": _set("stage", 0, 1),
+    "a tensor": _set("stage", torch.tensor([0]), torch.tensor([1])),
+    "a buffer": lambda model, is_other: model.mode.fill_(float(is_other)) is None or {},
     "a function": _set("loss", by_rows, by_pairs),
     "a module": lambda model, is_other: setattr(model, "criterion", Pairs() if is_other else nn.MSELoss()) or {},
     "a configuration": _set("config.kind", "rows", "pairs"),

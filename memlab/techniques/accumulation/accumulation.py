@@ -291,8 +291,7 @@ class Accumulation(Technique):
         return Surroundings(self._model, without_buffers_of=self._per_part)
 
     def _condition_of(self, whole: Call, before: Surroundings) -> int:
-        named = zip(whole.spec.names(), whole.leaves, strict=True)
-        arguments = {name: leaf for name, leaf in named if not isinstance(leaf, torch.Tensor)}
+        arguments = dict(zip(whole.spec.names(), whole.leaves, strict=True))
         return self._conditions.key(arguments, before.contents)
 
     def _check_condition(self, whole: Call, before: Surroundings) -> None:

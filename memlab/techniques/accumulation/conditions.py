@@ -2,8 +2,9 @@
 
 Numbered rules:
 
-1. Looked at are plain values and functions: arguments of the call, and what the model's code reaches (attributes,
-   configurations, globals and closures that it names). Of everything else the type counts.
+1. Looked at are plain values, functions and tensors of one number on the CPU: arguments of the call, and what the model's code
+   reaches (attributes, configurations, globals and closures that it names). Of everything else the type counts; reading one
+   number of a GPU would have the host wait for it.
 2. Places to which the forward writes are left out: what they hold is accounted for by name.
 3. So is a place that has held many values, such as the number of a step or an annealed weight: else every call would be
    judged. Of such calls the first, second, fourth, eighth, ... are. It is the same once there were many conditions, as
@@ -18,6 +19,7 @@ import numbers
 import types
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class Conditions:
         """Return a number that is the same for calls under the same conditions.
 
         Args:
-            arguments: those that are no tensors, by how one writes them.
+            arguments: of the call, by how one writes them.
             contents: what the model reaches, as it was before the call.
         """
         contents = [*contents]
@@ -117,7 +119,7 @@ def _token(value: Any) -> Any:
     if kind in _PLAIN_TYPES:
         return value
     if isinstance(value, torch.Tensor):
-        return torch.Tensor
+        return _number_in(value)
     if isinstance(value, types.FunctionType):
         return value.__code__
     if isinstance(value, types.MethodType):
@@ -129,3 +131,12 @@ def _token(value: Any) -> Any:
     if isinstance(value, (enum.Enum, type, types.BuiltinFunctionType, numbers.Number)):
         return value
     return kind
+
+
+def _number_in(tensor: torch.Tensor) -> Any:
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.requires_grad or tensor.numel() != 1:
+        return torch.Tensor
+    with suppress(RuntimeError):  # within transforms of functions a tensor may have no value
+        number = tensor.item()
+        return number if number == number else "nan"
+    return torch.Tensor
