@@ -9,32 +9,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-_Setting = tuple[Callable[[], Any], Callable[[Any], None]]  # reads, writes
-_EXACT = "ieee"
+
+class _Setting(NamedTuple):
+    get: Callable[[], Any]
+    write: Callable[[Any], None]
+    exact: Any  # rounds nothing
+
+    def read(self) -> Any:
+        """Return its value; None where this torch lacks it, or a loop has used both interfaces."""
+        with suppress(AttributeError, RuntimeError):
+            return self.get()
+        return None
 
 
-def _attribute(path: str) -> _Setting:
-    backend, _, name = path.rpartition(".")
+def _attribute(backend: str, name: str, exact: Any) -> _Setting:
     owner = attrgetter(backend)
-    return (
-        lambda: getattr(owner(torch.backends), name),
-        lambda value: setattr(owner(torch.backends), name, value),
+    return _Setting(
+        lambda: getattr(owner(torch.backends), name), lambda value: setattr(owner(torch.backends), name, value), exact
     )
 
 
-# those of the first interface set those of the second as well
-_FIRST: dict[str, tuple[_Setting, Any]] = {
-    "matmul": ((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision), "highest"),
-    "cudnn": (_attribute("cudnn.allow_tf32"), False),
+_NEWER = {
+    backend: _attribute(backend, "fp32_precision", "ieee")
+    for backend in ("cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.conv", "mkldnn.rnn")
 }
-_SECOND = {
-    place: _attribute(f"{place}.fp32_precision")
-    for place in ("cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.conv", "mkldnn.rnn")
-}
+# those of the first interface, which set the others as well, come first
+_SETTINGS = (
+    _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+    _attribute("cudnn", "allow_tf32", False),
+    *_NEWER.values(),
+)
 
 
 class Fp32Products:
@@ -49,42 +57,19 @@ class Fp32Products:
     """
 
     def __init__(self) -> None:
-        self._first = {name: value for name, (setting, _) in _FIRST.items() if (value := _read(setting)) is not None}
-        self._second = {name: value for name, setting in _SECOND.items() if (value := _read(setting)) is not None}
+        self.values = [(setting, value) for setting in _SETTINGS if (value := setting.read()) is not None]
 
     def restore(self) -> None:
         """Put back what has changed."""
-        for name, value in self._first.items():
-            read, write = _FIRST[name][0]
-            if _read((read, write)) != value:
-                write(value)
-        for name, value in self._second.items():
-            read, write = _SECOND[name]
-            if read() != value:
-                write(value)
-
-    def make_exact(self) -> None:
-        """Round no factors, until these settings are put back."""
-        for name in self._first:
-            (read, write), exact = _FIRST[name]
-            if read() != exact:
-                write(exact)
-        for name, value in self._second.items():
-            if value not in (_EXACT, "none") and _SECOND[name][0]() == value:
-                _SECOND[name][1](_EXACT)
-
-
-def _read(setting: _Setting) -> Any:
-    """A setting's value; None where this torch lacks it, or a loop has used both interfaces."""
-    with suppress(AttributeError, RuntimeError):
-        return setting[0]()
-    return None
+        for setting, value in self.values:
+            if setting.read() != value:
+                setting.write(value)
 
 
 def rounds_factors() -> bool:
     """Return whether factors of matrix products on a GPU may be rounded to TF32."""
-    new = _read(_SECOND["cuda.matmul"])
-    return new == "tf32" if new is not None else torch.get_float32_matmul_precision() != "highest"
+    newer = _NEWER["cuda.matmul"].read()
+    return newer == "tf32" if newer is not None else torch.get_float32_matmul_precision() != "highest"
 
 
 @contextmanager
@@ -94,8 +79,10 @@ def exact_products() -> Iterator[None]:
     Rounding makes last digits, which differ between batches of different sizes, into differences a thousand times as large.
     """
     before = Fp32Products()
-    before.make_exact()
     try:
+        for setting, value in before.values:
+            if value not in (setting.exact, "none"):
+                setting.write(setting.exact)
         yield
     finally:
         before.restore()

@@ -37,7 +37,7 @@ from typing import Any, Self
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memlab.measuring.ledger import OperatorEffect, effect_of
+from memlab.measuring.operator_effects import OperatorEffect, effect_of
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")

@@ -29,7 +29,8 @@ from torch._subclasses.fake_tensor import (
 
 from memlab.errors import TraceError
 from memlab.hardware.roofline import Work
-from memlab.measuring.ledger import ADD, Ledger, effect_of
+from memlab.measuring.ledger import ADD, Ledger
+from memlab.measuring.operator_effects import effect_of
 from memlab.runtime.dispatch import defers
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in

@@ -164,29 +164,21 @@ MODELS: dict[str, Callable[[], Made]] = {
 
 def workload_of(name: str) -> Workload:
     """A model on the GPU, without weights where nothing is computed, and a fresh AdamW."""
-    model, batch = _made(name)
-    if IS_EMULATED:
-        model = model.to_empty(device="cuda").train()
-        if isinstance(model, hf.PreTrainedModel):
-            model.tie_weights()
-    else:
-        model = copy.deepcopy(model).to("cuda").train()
+    made, batch = _made(name)
+    model = copy.deepcopy(made)
+    model = (model.to_empty(device="cuda") if IS_EMULATED else model.to("cuda")).train()
+    if isinstance(model, hf.PreTrainedModel):
+        model.tie_weights()
     on_device = {key: torch.zeros(value.shape, dtype=value.dtype, device="cuda") for key, value in batch.items()}
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch=on_device, name=name)
 
 
-def _made(name: str) -> Made:
-    """A model without memory, or on the CPU with the weights that a real GPU computes with, made once."""
-    if IS_EMULATED:
-        with torch.device("meta"):
-            return MODELS[name]()
-    return _with_weights(name)
-
-
 @functools.cache
-def _with_weights(name: str) -> Made:
+def _made(name: str) -> Made:
+    """A model without memory, or with the weights that a real GPU computes with."""
     torch.manual_seed(0)
-    return MODELS[name]()
+    with torch.device("meta" if IS_EMULATED else "cpu"):
+        return MODELS[name]()
 
 
 def rows_of(name: str, plans: Sequence[str]) -> Iterator[Row]:

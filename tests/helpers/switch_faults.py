@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
 from memlab import Workload, fit
-from memlab.measuring.ledger import OperatorEffect, effect_of
+from memlab.measuring.operator_effects import OperatorEffect, effect_of
 from memlab.session import Session
 from tests.helpers.fingerprint import Fingerprint, differing, fingerprint
 

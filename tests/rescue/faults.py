@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_iter
 
 from memlab import Workload, fit
 from memlab.allocator.sizes import SMALL_BLOCK_BYTES
-from memlab.measuring.ledger import Ledger, OperatorEffect, defers, effect_of
+from memlab.measuring.ledger import Ledger, defers
+from memlab.measuring.operator_effects import OperatorEffect, effect_of
 from memlab.records import Rescue
 from tests.loops.cases import Tower, bert_classifier, gpt2
 

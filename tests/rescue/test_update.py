@@ -14,7 +14,8 @@ from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import Workload, fit
-from memlab.measuring.ledger import Ledger, OperatorEffect, effect_of
+from memlab.measuring.ledger import Ledger
+from memlab.measuring.operator_effects import OperatorEffect, effect_of
 from memlab.records import Category
 from memlab.rescue.update import BrokenUpdateError, Retrying, Update, free_bytes, may_repeat, need_bytes
 from memlab.runtime.buckets import is_separable

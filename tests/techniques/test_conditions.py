@@ -47,9 +47,11 @@ class Told(nn.Module):
         self.register_buffer("mode", torch.zeros(()))
         self.config = SimpleNamespace(kind="rows", names=["rows"], weights={"pairs": 0.0})
 
-    def forward(self, rows: torch.Tensor, target: torch.Tensor, kind: str = "", stage: Any = 0) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, target: torch.Tensor, kind: str = "", stage: Any = 0, losses: Any = ("rows",)
+    ) -> torch.Tensor:
         outputs, config = self.layers(rows), self.config
-        told = (kind, self.of_all, config.kind, config.names[0], WORLD["kind"])
+        told = (kind, *losses, self.of_all, config.kind, config.names[0], WORLD["kind"])
         if "pairs" in told or stage or self.stage or self.mode > 0.5 or config.weights["pairs"]:
             return by_pairs(outputs, target)
         return self.loss(outputs, target) if self.loss is not by_rows else self.criterion(outputs, target)
@@ -85,6 +87,7 @@ CHANGES: dict[str, Change] = {
     "an argument": lambda _, is_other: {"kind": "pairs" if is_other else "rows"},
     "a number": lambda _, is_other: {"stage": int(is_other)},
     "a number in a tensor": lambda _, is_other: {"stage": torch.tensor(int(is_other))},
+    "a list argument": lambda _, is_other: {"losses": ["pairs" if is_other else "rows"]},
     "an attribute": _set("stage", 0, 1),
     "a tensor": _set("stage", torch.tensor([0]), torch.tensor([1])),
     "a buffer": lambda model, is_other: model.mode.fill_(float(is_other)) is None or {},
@@ -192,3 +195,41 @@ class TestConditions:
         ]
         assert len({*kept}) == 1
         assert conditions.key({"x": None}, []) != kept[0]
+
+
+class OfLists(nn.Linear):
+    def forward(self, rows: list[Any], targets: list[Any]) -> torch.Tensor:
+        scaled = [
+            super(OfLists, self).forward(row).sum(0) * (1 + target) for row, target in zip(rows, targets, strict=True)
+        ]
+        return torch.stack(scaled)
+
+
+class OfDicts(nn.Linear):
+    def forward(self, rows: list[dict[str, Any]]) -> torch.Tensor:
+        return torch.stack([super(OfDicts, self).forward(row["row"]).sum(0) * (1 + row["target"]) for row in rows])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("kind", [OfLists, OfDicts])
+def test_rows_in_lists_are_no_conditions(
+    kind: type[nn.Linear], as_tensor: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers beside the tensors of each row change in every step, and go with their rows."""
+    judged = []
+    judge = Judge.judge
+    monkeypatch.setattr(Judge, "judge", lambda *args: judged.append(1) or judge(*args))
+
+    def ragged(model: nn.Module, step: int) -> torch.Tensor:
+        drawn = torch.Generator().manual_seed(step)
+        rows = [torch.randn(2 + row % 3, 4, generator=drawn) for row in range(8)]
+        targets = torch.randint(0, 3, (8,), generator=drawn).tolist()
+        if kind is OfDicts:
+            given = map(torch.tensor, targets) if as_tensor else targets
+            return (
+                model([{"row": row, "target": target} for row, target in zip(rows, given, strict=True)]).square().mean()
+            )
+        return model(rows, [torch.tensor([target]) for target in targets] if as_tensor else targets).square().mean()
+
+    trained(kind(4, 3), ragged, "--accumulate 2", 12)
+    assert len(judged) == 1

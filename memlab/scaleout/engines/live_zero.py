@@ -18,8 +18,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +31,18 @@ from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, one_rank
 from memlab.scaleout.engines.deepspeed_engine import (
     DeepSpeedEngine,
-    FlatPlace,
     check_optimizer,
     check_optimizers,
     is_flat,
     load_deepspeed,
 )
 from memlab.scaleout.engines.gathered import Gathered
-from memlab.scaleout.in_kernel import InKernel, on_gradient
+from memlab.scaleout.engines.shown_gradients import Pair, ShownGradients
+from memlab.scaleout.in_kernel import InKernel
 from memlab.scaleout.one_rank import Resized
 
 Optimizer = torch.optim.Optimizer
 _SETTINGS = ("mpu", "mesh_device")
-
-
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """A parameter of the user's, and where the engine has it."""
-
-    name: str  # of the parameter
-    users: nn.Parameter  # the user's parameter
-    place: FlatPlace  # that of the replica's
-
-    def in_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        return self.place.in_flat(flat).view(self.users.shape)
 
 
 class LiveZero(InKernel):
@@ -71,7 +57,7 @@ class LiveZero(InKernel):
         self._zero: Any = None
         self._optimizer: Optimizer | None = None
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._pairs: list[_Pair] = []
+        self._pairs: list[Pair] = []
         self._gathered: Gathered | None = None
         self._gradients: ShownGradients | None = None
         self._versions: dict[str, int] = {}
@@ -140,7 +126,7 @@ class LiveZero(InKernel):
             undo.callback(self._destroy)
             self._optimizer, self._zero = optimizer, engine.zero
             known = {id(mine): (name, users) for name, users, mine in self._parameters()}
-            self._pairs = [_Pair(*known[id(place.parameter)], place) for place in engine.places]
+            self._pairs = [Pair(*known[id(place.parameter)], place) for place in engine.places]
             engine.give_state({id(p.place.parameter): optimizer.state.get(p.users, {}) for p in self._pairs})
             self._show_all()
             self._wire(undo)
@@ -175,7 +161,7 @@ class LiveZero(InKernel):
         assert self._engine is not None
         return self._engine
 
-    def _flat_of(self, pair: _Pair) -> torch.Tensor:
+    def _flat_of(self, pair: Pair) -> torch.Tensor:
         return pair.in_flat(self._deepspeed.flats[pair.place.flat].detach())
 
     def _show_all(self) -> None:
@@ -293,7 +279,7 @@ class LiveZero(InKernel):
         self._note_versions()
 
     @torch.no_grad()
-    def _update_masters(self, written: list[_Pair]) -> None:
+    def _update_masters(self, written: list[Pair]) -> None:
         for pair in written:
             if self._deepspeed.is_in_file(pair.place.flat):
                 self._zero.set_local_hp_param(pair.users.detach().flatten(), pair.place.parameter)
@@ -334,107 +320,6 @@ class LiveZero(InKernel):
         return tuple(
             flat.detach() for flat in (*flats, *self._engine.flats) if flat is not None and flat.device == self.device
         )
-
-
-class ShownGradients:
-    """DeepSpeed's gradients, shown as those of the user's parameters."""
-
-    def __init__(self, engine: DeepSpeedEngine, pairs: list[_Pair], stage: int, undo: ExitStack) -> None:
-        self._zero = engine.zero
-        self._pairs = pairs
-        self._stage = stage
-        self._touched: set[str] = set()
-        self._shown: dict[str, torch.Tensor] = {}
-        self._before: dict[str, torch.Tensor] = {}  # gradients that the next ones are added to
-        prologue = self._zero.backward_prologue
-
-        def begin() -> None:
-            self._begin()
-            prologue()
-
-        self._zero.backward_prologue = begin
-        # DeepSpeed's own comes first
-        self._zero.register_grad_acc_post_hook(self._show)
-        for pair in pairs:
-            undo.callback(on_gradient(pair.place.parameter, partial(self._touch, pair.name)))
-
-    def _touch(self, name: str, _parameter: torch.Tensor) -> None:
-        self._touched.add(name)
-
-    def _begin(self) -> None:
-        shown = [pair for pair in self._pairs if pair.users.grad is not None]
-        if self._shown and not shown:
-            self._drop()
-        elif self._shown:
-            self.take()
-        else:
-            # Of the last step, or of a part of the loss that uses parameters outside of the model's call: backward() adds
-            # to them. They may lie where DeepSpeed is about to write.
-            for pair in shown:
-                if pair.users.grad is not None and bool(pair.users.grad.any()):
-                    self._before[pair.name] = pair.users.grad.clone()
-                pair.users.grad = None
-
-    def _drop(self) -> None:
-        """The loop has dropped its gradients without a step."""
-        zero = self._zero
-        self.forget()
-        zero.zero_grad(set_to_none=True)
-        if self._stage == 3:
-            zero.micro_step_id = 0
-            zero._offload_boundary_param_ids = set()
-            return
-        zero.micro_step_id = -1
-        zero.all_grad_tensors.clear()
-        zero._offload_accumulated_param_ids = set()
-
-    @torch.no_grad()
-    def _show(self) -> None:
-        for pair in self._pairs:
-            name, there = pair.name, pair.users.grad
-            if name in self._touched:
-                gradient = self._gradient_of(pair.place).view(pair.users.shape).detach()
-                # what the loss's own use of a parameter gave, before the model's part or after it
-                for other in (self._before.pop(name, None), None if there is self._shown.get(name) else there):
-                    if other is not None:
-                        gradient.add_(other.to(gradient))
-                self._shown[name] = pair.users.grad = gradient
-            elif name in self._before:
-                pair.users.grad = self._before.pop(name) + (0 if there is None else there)
-
-    def _gradient_of(self, place: FlatPlace) -> torch.Tensor:
-        zero, own = self._zero, place.parameter
-        if self._stage == 1:
-            assert own.grad is not None
-            return own.grad
-        if self._stage == 3:
-            kept: torch.Tensor = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[own.ds_id]  # type: ignore[attr-defined]
-            return kept.narrow(0, 0, place.length)
-        if zero.cpu_offload:
-            accumulated: torch.Tensor = zero.accumulated_grads_in_cpu[zero.get_param_id(own)]
-            return accumulated
-        of_group = [pair.place for pair in self._pairs if pair.place.flat == place.flat]
-        tensor: torch.Tensor = zero.all_grad_tensors[place.flat][of_group.index(place)]
-        return tensor
-
-    @property
-    def missing(self) -> list[str]:
-        """Names of the parameters that no backward pass through the model has given a gradient."""
-        return [pair.name for pair in self._pairs if pair.users.grad is None or pair.name not in self._shown]
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Give DeepSpeed the gradients that the loop has put in place of those it was shown."""
-        for pair in self._pairs:
-            shown, now = self._shown.get(pair.name), pair.users.grad
-            if shown is not None and now is not None and now.data_ptr() != shown.data_ptr():
-                shown.copy_(now)
-                pair.users.grad = shown
-
-    def forget(self) -> None:
-        self._shown.clear()
-        self._before.clear()
-        self._touched.clear()
 
 
 def _say(line: str) -> None:

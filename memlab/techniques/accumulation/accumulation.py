@@ -281,7 +281,7 @@ class Accumulation(Technique):
                 raise
             if found is not None:
                 probe = self._probes.pop(self._condition)
-                self._conditions.leave_out([*found.left, *found.changing])
+                self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])
                 self._condition = self._condition_of(whole, self._surroundings())
                 self._probes[self._condition] = probe
             self._verdicts.setdefault(self._shape_of(whole, layout), {})[grain] = found
@@ -291,8 +291,7 @@ class Accumulation(Technique):
         return Surroundings(self._model, without_buffers_of=self._per_part)
 
     def _condition_of(self, whole: Call, before: Surroundings) -> int:
-        arguments = dict(zip(whole.spec.names(), whole.leaves, strict=True))
-        return self._conditions.key(arguments, before.contents)
+        return self._conditions.key(whole.by_list(), before.contents)
 
     def _check_condition(self, whole: Call, before: Surroundings) -> None:
         """Raise `OtherConditionsError` where a call is under other conditions than the last one."""

@@ -23,7 +23,7 @@ from memlab.techniques.accumulation.merge import (
     found_merge,
     why_apart,
 )
-from memlab.techniques.accumulation.rounding import OUT_OF_PROPORTION, STRONG, STRONG_TIMES, TIMES
+from memlab.techniques.accumulation.rounding import TIMES, is_switched
 from memlab.techniques.accumulation.split import Outputs
 from memlab.techniques.accumulation.verdict import Left
 
@@ -179,8 +179,8 @@ class Agreement:
         self,
         residuals: Sequence[float],  # norm of the difference, for each parameter
         sizes: Sequence[float],  # norm of the gradient or of its largest partial sum, likewise
-        # gives by how much gradients differ with noise of so many precisions on products
-        rounded: Callable[[int], Sequence[float]],
+        rounded: Callable[[], Sequence[float]],  # gives by how much gradients differ with noise on products
+        strongly: Callable[[], Sequence[float]],  # the same with strong noise
         name_of: Callable[[int], str],  # tells the name of a parameter
     ) -> None:
         """Compare gradients of parameters."""
@@ -195,16 +195,10 @@ class Agreement:
             if share > self.tolerance:
                 off[number] = share, scale
         if off and max(share for share, _ in off.values()) < _MOST_ROUNDING:
-            little = rounded(1)
+            little = rounded()
             off = {number: each for number, each in off.items() if not math.prod(each) <= TIMES * little[number]}
-            much = rounded(STRONG) if off else []
-            off = {
-                number: each
-                for number, each in off.items()
-                if not (
-                    much[number] > OUT_OF_PROPORTION * little[number] and math.prod(each) <= STRONG_TIMES * much[number]
-                )
-            }
+            much = strongly() if off else []
+            off = {n: each for n, each in off.items() if not is_switched(math.prod(each), little[n], much[n])}
         if off:
             worst = max(off, key=lambda number: off[number])
             refuse(

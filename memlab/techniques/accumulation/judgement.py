@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from memlab.techniques.accumulation.escapes import escaped
 from memlab.techniques.accumulation.merge import Merge, agree, closed
 from memlab.techniques.accumulation.noise import Noise
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.rounding import Rounding
+from memlab.techniques.accumulation.rounding import STRONG, Rounding
 from memlab.techniques.accumulation.split import Call, Layout, Outputs
 from memlab.techniques.accumulation.verdict import Left, SplitVerdict, start_of
 
@@ -156,11 +156,12 @@ class Judgement:
                 largest = [max(one, other) for one, other in zip(largest, self._norms(), strict=True)]
             residuals = self._norms()
             needs_graph = kept.outputs.loss not in directions and self._needs_graph(parts[0], ran[0], in_turn=in_turn)
-        rounded = cache(lambda times: self._rounded(directions, total, times, in_turn=in_turn))
-        merges = self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, lambda: rounded(1)[0])
+        rounded = cache(lambda: self._rounded(directions, total, 1, in_turn=in_turn))
+        merges = self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, lambda: rounded()[0])
         left = self._agreement.left(kept.effects, [run.effects for run in ran])
         self._check_sums(kept.outputs, merges, left)
-        self._agreement.gradients(residuals, largest, lambda times: rounded(times)[1], self._name_of)
+        strong = partial(self._rounded, directions, total, STRONG, in_turn=in_turn)
+        self._agreement.gradients(residuals, largest, lambda: rounded()[1], lambda: strong()[1], self._name_of)
         self._agreement.inputs(whole_inputs, [run.inputs for run in ran])
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
         starts = frozenset({start_of(kept.effects, self._layout.rows)})

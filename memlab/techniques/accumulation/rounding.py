@@ -14,9 +14,9 @@ from memlab.runtime.dispatch import WatchingMode
 
 # what may come from rounding, in times of what noise of one precision changes
 TIMES = 8
-# Noise of so many precisions switches units whose input is next to zero, as rounding may switch one of a million (T5 on an H100:
-# a gradient is a thousandth off). Where it changes so many times as much as noise of one, it has, and so much may come from rounding.
-STRONG, OUT_OF_PROPORTION, STRONG_TIMES = 16, 32, 2
+# noise of so many precisions switches units whose input is next to zero, as rounding may switch one of a million (T5 on an H100: a
+# gradient is a thousandth off)
+STRONG = 16
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     {
@@ -62,3 +62,14 @@ class Rounding(WatchingMode):
         drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
         size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
         product.add_(drawn.mul_(size * self._times * torch.finfo(product.dtype).eps))
+
+
+def is_switched(difference: float, little: float, much: float) -> bool:
+    """Return whether a difference is explained by units that rounding switches.
+
+    Args:
+        difference: to be explained.
+        little: by how much noise of one precision changes the same.
+        much: by how much strong noise does; out of proportion where units were switched.
+    """
+    return much > 2 * STRONG * little and difference <= 2 * much

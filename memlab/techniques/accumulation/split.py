@@ -55,6 +55,15 @@ class Call:
         leaves, spec = flatten((args, kwargs), lambda value: value is not args and _is_list_of_rows(value))
         return Call(tuple(leaves), spec)
 
+    def by_list(self) -> dict[str, Any]:
+        """Return what is in the arguments, by how one writes it; all that is in one list stands together."""
+        whole = args, _kwargs = self.spec.put(self.leaves)
+        leaves, spec = flatten(
+            whole, lambda value: type(value) in (list, tuple) and value is not whole and value is not args
+        )
+        together = (tuple(flatten(leaf)[0]) if type(leaf) in (list, tuple) else leaf for leaf in leaves)
+        return dict(zip(spec.names(), together, strict=True))
+
 
 def _is_list_of_rows(value: Any) -> bool:
     return (
@@ -97,6 +106,12 @@ class Layout:
     def view(self, call: Call) -> Call:
         """The call with the leaves this layout counts."""
         return call.listed() if self.in_lists and not any(map(_is_list_of_rows, call.leaves)) else call
+
+    def lists_in(self, call: Call) -> list[str]:
+        """Return how one writes the lists of which each part gets items."""
+        call = self.view(call)
+        names = call.spec.names()
+        return [names[i] for i in self.split if isinstance(call.leaves[i], (list, tuple))]
 
     def rows_in(self, part: Call) -> int:
         """Rows that a part of a call has."""
