@@ -108,7 +108,7 @@ def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
         known: dict[str, Callable[..., Any]] = {
             "text/plain": lambda value, printer, _cycle: printer.text(showing.text_of(value)),
             "text/html": showing.html_of,
-            "image/png": _where_wanted(picture, config),
+            "image/png": _described(_where_wanted(picture, config)),
         }
         for kind, formatter in known.items():
             formatters = shell.display_formatter.formatters[kind]
@@ -137,6 +137,22 @@ def _where_wanted(picture: Callable[[Any], bytes | None], config: MemLab) -> Cal
     return lambda value: picture(value) if config.picture and available("matplotlib") else None
 
 
+def _described(picture: Callable[[Any], bytes | None]) -> Callable[[Any], tuple[bytes, dict[str, str]] | None]:
+    """Give a picture its alternative text, which pages made of a notebook show to who cannot see it."""
+
+    def formatted(value: Any) -> tuple[bytes, dict[str, str]] | None:
+        png = picture(value)
+        return None if png is None else (png, {"alt": _sentence(value)})
+
+    return formatted
+
+
+def _sentence(shown: Any) -> str:
+    """Return a record in one sentence: its own, else the title of its table."""
+    sentence = _SENTENCES.get(type(shown))
+    return sentence(shown) if sentence is not None else showing.text_of(shown).partition("\n")[0]
+
+
 def is_rich(shell: Any) -> bool:
     """Return whether the front end shows more than text: a kernel does, IPython in a terminal does not."""
     return getattr(shell, "kernel", None) is not None
@@ -156,4 +172,6 @@ def show_picture(shell: Any, shown: Any, config: MemLab) -> None:
     """Show the picture of a record by itself, for pages that show HTML and leave out the picture beside it."""
     png = _where_wanted(_PICTURES[type(shown)], config)(shown) if is_rich(shell) else None
     if png is not None:
-        show({"image/png": b64encode(png).decode(), "text/plain": _SENTENCES[type(shown)](shown)}, raw=True)
+        said = _sentence(shown)
+        formats = {"image/png": b64encode(png).decode(), "text/plain": said}
+        show(formats, raw=True, metadata={"image/png": {"alt": said}})

@@ -41,21 +41,24 @@ class SavedView:
     def show(self, moment: Moment) -> None:
         """Show it below what is displayed so far in this cell."""
         self._display, self._shown = uuid4().hex, (moment.plan, moment.measurements)
-        display.show(self._formats(moment), display_id=self._display, raw=True)
+        formats, metadata = self._formats(moment)
+        display.show(formats, display_id=self._display, raw=True, metadata=metadata)
 
     def update(self, moment: Moment) -> None:
         """Bring it up to date; nothing while a cell trains, and before it is shown."""
         now = (moment.plan, moment.measurements)
         if self._display and moment.activity is Activity.IDLE and now != self._shown:
             self._shown = now
-            display.replace_shown(self._formats(moment), display_id=self._display, raw=True)
+            formats, metadata = self._formats(moment)
+            display.replace_shown(formats, display_id=self._display, raw=True, metadata=metadata)
 
     def close(self) -> None:
         """Follow the run no longer; what is shown stays."""
         if self._end is not None:
             self._end()
 
-    def _formats(self, moment: Moment) -> dict[str, str]:
+    def _formats(self, moment: Moment) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+        """Return it in the formats that pages show, and what they are told about them."""
         tried = _tried(moment)
         shown = [_settings(moment), *([tables.comparison(tried)] if tried else [])]
         formats = {
@@ -66,7 +69,8 @@ class SavedView:
             if moment.measurements != self._picture[0]:  # a click is not to wait for it: it takes a fifth of a second
                 self._picture = (moment.measurements, b64encode(image.png(tried)).decode())
             formats["image/png"] = self._picture[1]
-        return formats
+            return formats, {"image/png": {"alt": text.summary(tried)}}
+        return formats, {}
 
 
 def as_text(moment: Moment) -> str:

@@ -62,10 +62,11 @@ class Launched:
     def _repr_html_(self) -> str | None:
         return self.comparison._repr_html_() if self.comparison is not None else f"<p>{_NO_STEP}</p>"
 
-    def _repr_png_(self) -> bytes | None:
-        from memlab.report import image
+    def _repr_png_(self) -> tuple[bytes, dict[str, str]] | None:
+        from memlab.report import image, text
 
-        return image.png(self.comparison) if self.comparison is not None else None
+        shown = self.comparison
+        return (image.png(shown), {"alt": text.summary(shown)}) if shown is not None else None
 
 
 def launch(

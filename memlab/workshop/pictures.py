@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from memlab.records import Profile
 from memlab.report import text, timeline_image
+from memlab.report.segments import heading
+from memlab.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,9 @@ class Steps:
 
     __repr__ = __str__
 
-    def _repr_png_(self) -> bytes:
-        return timeline_image.together_png(self.profiles)
+    def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+        said = "; ".join(f"{heading(p)}: peak {format_bytes(p.peak_allocated_bytes)}" for p in self.profiles)
+        return timeline_image.together_png(self.profiles), {"alt": said}
 
 
 def steps(*profiles: Profile) -> Steps:

@@ -118,6 +118,8 @@ def test_a_report_adds_its_picture(ran: dict[str, Any]) -> None:
     assert len(pictures) == 1
     assert b64decode(pictures[0]["image/png"])[1:4] == b"PNG"
     assert len(pictures[0]["image/png"]) < 100_000
+    shown = next(o for o in ran["report"].outputs if o.get("data") == pictures[0])
+    assert shown.metadata["image/png"]["alt"] == pictures[0]["text/plain"]
     assert pictures[0]["text/plain"].startswith("2 settings measured: as written peaks at ")
     assert len(receipts(ran["report"])) == 1
 

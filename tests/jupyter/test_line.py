@@ -108,8 +108,9 @@ def test_a_receipt_has_three_static_formats(shell: Any, made: Cell) -> None:
     assert set(shell.display_formatter.format(shell.user_ns["c"])[0]) == {"text/plain", "text/html"}
     made(f"%%memfit --accumulate 4\n{TRAIN}\n")
     made("c = %memfit report")
-    data, _ = shell.display_formatter.format(shell.user_ns["c"])
+    data, metadata = shell.display_formatter.format(shell.user_ns["c"])
     assert set(data) == {"text/plain", "text/html", "image/png"}
+    assert metadata["image/png"]["alt"].startswith("2 settings measured: as written peaks at ")
     assert data["text/html"].startswith('<div class="memlab-receipt"')
     made("%config MemLab.picture = False")
     assert "image/png" not in shell.display_formatter.format(shell.user_ns["c"])[0]

@@ -98,6 +98,9 @@ class Loop:
         torch.manual_seed(seed)
         style = draw.choice(STYLES)
         self.models = [Net(draw).double().train() for _ in range(style.models)]
+        share = draw.choice(SHARES)
+        if len(self.models) > 1:
+            share(*self.models)
         kind = draw.choice([torch.optim.SGD, _momentum, _adam])
         if style.shares_optimizer:
             everything = {id(p): p for model in self.models for p in model.parameters()}
@@ -120,6 +123,9 @@ class Loop:
             self.models[0].first.register_full_backward_hook(lambda _m, _i, output: None)
         if draw.random() < 0.15:
             self.models[0].register_forward_hook(lambda _m, _i, output: output)
+        self.is_compiled = draw.random() < 0.05
+        if self.is_compiled:
+            draw.choice(COMPILED)(self)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.randn(ROWS, WIDTH, generator=self.generator, dtype=torch.float64)
@@ -156,6 +162,48 @@ class Loop:
             losses += [p.double().sum().item() for p in model.parameters()]
             losses += [b.double().sum().item() for b in model.buffers()]
         return [*losses, torch.rand(1).item()]
+
+
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, backend="eager")
+
+
+def compile_loss(loop: Loop) -> None:
+    loop.criterion = _compiled(loop.criterion)
+
+
+def compile_part(loop: Loop) -> None:
+    loop.models[-1].trunk.compile(backend="eager")
+
+
+def compile_in_place(loop: Loop) -> None:
+    loop.models[-1].compile(backend="eager")
+
+
+def compile_whole(loop: Loop) -> None:
+    loop.models[-1] = _compiled(loop.models[-1])
+
+
+COMPILED: list[Callable[[Loop], None]] = [compile_loss, compile_part, compile_in_place, compile_whole]
+
+
+def share_nothing(_one: Net, _other: Net) -> None:
+    pass
+
+
+def share_layer(one: Net, other: Net) -> None:
+    other.first = one.first
+
+
+def share_weight(one: Net, other: Net) -> None:
+    other.second.weight = one.second.weight
+
+
+def share_trunk(one: Net, other: Net) -> None:
+    other.trunk = one.trunk
+
+
+SHARES: list[Callable[[Net, Net], None]] = [share_nothing, share_nothing, share_layer, share_weight, share_trunk]
 
 
 class Style:
@@ -417,6 +465,8 @@ def left_alone(loop: Loop) -> Iterator[torch.Tensor]:
 def outcome(seed: int, rescuer_of: Callable[[], Rescuer] | None) -> Losses | str:
     loop = Loop(seed)
     with ExitStack() as sessions:
+        if loop.is_compiled:
+            sessions.callback(torch._dynamo.reset)  # else the loops after it count as compiled
         if rescuer_of is not None:
             for model in loop.models:
                 workload = Workload(model, [o for o in loop.optimizers if _steps(o, model)])
