@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,12 +154,5 @@ def hook_within(tensor: torch.Tensor, call: GuardedCall, number: int, name: str,
     if name == "register_hook":
         return call.hook(number, *hook)
     if not tensor.retains_grad:
-        tensor.retain_grad()
-        seen = weakref.ref(tensor)
-
-        def keep(gradient: torch.Tensor | None) -> None:
-            if (there := seen()) is not None and gradient is not None:
-                there.grad = gradient.clone()  # in place of what torch has kept, which came past the call
-
-        call.hook(number, keep)
+        call.retain(number, tensor)
     return None

@@ -11,7 +11,9 @@ Numbered rules of the mechanism:
    loop has sent.
 3. Gradients gather on the aliases and are handed to the parameters at the end, so a backward pass that
    breaks off has changed nothing; hooks of the user's (and of DDP) fire once, on the whole gradient.
-4. What reaches a parameter past the node (a loss on activations that a hook has kept) gathers on the aliases
+4. Tensors with a graph that the call leaves in the model's state (activations that a hook has kept) are outputs as well, and those it
+   finds there are inputs: one backward pass goes through the inner graph, so that hooks within see whole gradients. What
+   reaches a parameter past the node all the same, from where `reach` does not look, gathers on the aliases
    too; `Aliases` that are left with a gradient are delivered when the loop's backward pass is over.
 5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph.
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,14 +41,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from memlab.errors import MemlabError
-from memlab.rescue.outputs import Path, at, differentiable, replaced
-from memlab.rescue.start import Start
+from memlab.rescue.found import Found, is_entering
+from memlab.rescue.outputs import Path, at, differentiable, exchanged, replaced
+from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs, hooks
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState
 from memlab.runtime.batch import Batch
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real, requires_grad
+from memlab.runtime.model_state import KeptTensor, Place
 from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
 
@@ -76,14 +80,17 @@ class GuardedCall:
         aliases: Aliases,  # of the model's parameters; shared by the calls of a session
         guardian: Rescuer,  # asked for another plan
     ) -> None:
+        self._model = model
         self._run = run
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = args, kwargs
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
         self._aliases = aliases
         self._guardian = guardian
         self._inputs = [i for i, leaf in enumerate(self._leaves) if requires_grad(leaf)]
+        self._places: list[Place] = []  # in the model's state, where outputs are
         self._autocast = AutocastState()
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
+        self._found = Found(self._before, {id(leaf) for leaf in self._leaves})
         self._under_way = hooks.calls_under_way()
         self._after: RandomState | None = None
         self._watched = [*self._leaves, *aliases.originals]  # must be as they were, for another run
@@ -93,6 +100,7 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
+        self._retained: list[int] = []  # numbers of outputs that keep their gradients
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
         self._past: list[torch.Tensor | None] = []  # gradients that came past the node in the backward pass under way
@@ -120,13 +128,28 @@ class GuardedCall:
         Raises:
             Whatever the model raises; nothing is kept then, and the state is to be restored by `start_over`.
         """
-        whole = [self._leaves[i] for i in self._inputs]
-        values = _Guarded.apply(self, *whole, *self._aliases.originals)  # type: ignore[no-untyped-call]
-        output, self._output = self._output, None
-        return replaced(output, dict(zip(self._paths, values or (), strict=True)))
+        began = torch._C._autograd._get_sequence_nr()
+        with uninterrupted():
+            values = self._first_run()
+        whole = [*(self._leaves[i] for i in self._inputs), *self._found.originals]
+        values = _Guarded.apply(self, values, *whole, *self._aliases.originals)  # type: ignore[no-untyped-call]
+        if values and values[0].grad_fn is not None:
+            values[0].grad_fn._set_sequence_nr(began)  # what comes in past the node is to come first
+        made, self._output = self._output, None
+        output, *left = replaced(made, dict(zip(self._paths, values or (), strict=True)))
+        self._before.put(dict(zip(self._places, left, strict=True)))
+        for number in self._retained:
+            self.retain(number, values[number])
+        return output
+
+    @property
+    def can_start_over(self) -> bool:
+        """Return whether nothing has happened that cannot be undone."""
+        return self._weights.are_untouched
 
     def start_over(self) -> None:
         """Restore the state that the call began with."""
+        self._aliases.take_gradients()  # of a backward pass that the model runs itself
         self._before.restore()
 
     def is_own(self, error: BaseException) -> bool:
@@ -166,6 +189,17 @@ class GuardedCall:
         table[handle.id] = hook
         return handle
 
+    def retain(self, number: int, tensor: torch.Tensor) -> None:
+        """Have an output keep its whole gradient."""
+        tensor.retain_grad()
+        seen = weakref.ref(tensor)
+
+        def keep(gradient: torch.Tensor | None) -> None:
+            if (there := seen()) is not None and gradient is not None:
+                there.grad = gradient.clone()  # in place of what torch has kept, which came past the call
+
+        self.hook(number, keep)
+
     @contextmanager
     def _hooked(self, outputs: Mapping[Path, torch.Tensor]) -> Iterator[None]:
         handles = [
@@ -179,7 +213,7 @@ class GuardedCall:
 
     # -- forward -------------------------------------------------------------------------------
 
-    def first_run(self) -> tuple[torch.Tensor, ...]:
+    def _first_run(self) -> tuple[torch.Tensor, ...]:
         """Run the model and keep the graph; returns the values of what has one."""
         assert self._given is not None
         args, kwargs = self._given
@@ -192,6 +226,9 @@ class GuardedCall:
                 inner[id(leaf)] = leaf.detach().requires_grad_()
             return inner[id(leaf)]
 
+        began = torch._C._autograd._get_sequence_nr()
+        self._weights = Weights(self._model)
+        found = self._found.lend()
         try:
             # the loop's own containers: what the model puts there is seen by the loop
             with self._inside(), Lent(lent, lambda leaf: leaf) as lending:
@@ -200,19 +237,39 @@ class GuardedCall:
                     # in objects that are no lists, dicts or tuples: copies of these
                     args, kwargs = tree_unflatten([lent(leaf) for leaf in self._leaves], self._spec)
                 with self._of_theirs():
-                    self._output = self._run(*args, **kwargs)
+                    output = self._run(*args, **kwargs)
         except BaseException:
-            self._output = None
+            self._given_back(found)
             self.drop_graph()
             raise
-        self._inner_inputs = [lent(self._leaves[position]) for position in self._inputs]
+        left = self._given_back(found)
+        del found
+        self._found.forget_unused()
+        left = {place: each for place, each in left.items() if any(map(_made_since(began), _graph_of(each)))}
+        self._output = [output, *left.values()]
+        self._places = [*left]
+        self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
         self._given = None
         self._after = RandomState()
         self._before.call_ended()
         self._allow_own_writes()
-        self._graph = differentiable(self._output)
+        is_new = _made_since(began)
+        everything = differentiable(self._output)
+        self._graph = {path: each for path, each in everything.items() if path[0] == 0 or is_new(each)}
         self._paths = list(self._graph)
+        self._retained = [number for number, each in enumerate(self._graph.values()) if each.retains_grad]
         return tuple(tensor.detach() for tensor in self._graph.values())
+
+    def _given_back(self, found: Mapping[KeptTensor, torch.Tensor]) -> dict[Place, Any]:
+        """Put tensors of the loop's back where stand-ins for them are; return what the call has put into the model's state."""
+        # what is written to in place is another tensor from then on
+        pairs = zip(self._found.originals, found.values(), strict=True)
+        unwritten = {id(each): original for original, each in pairs if is_entering(each)}
+        own = unwritten | self._aliases.own
+        before = self._before.news()
+        now = {place: exchanged(value, own) for place, value in before.items()}
+        self._before.put({place: value for place, value in now.items() if value is not before[place]})
+        return now
 
     def _allow_own_writes(self) -> None:
         """What the call itself writes to its arguments is put back before it is run again."""
@@ -231,24 +288,30 @@ class GuardedCall:
         leaves = list(self._leaves)
         for position in self._inputs:
             leaves[position] = leaves[position].detach().requires_grad_()
-        self._graph = self._again(leaves, self._inside())
-        self._inner_inputs = [leaves[position] for position in self._inputs]
+        self._graph = self._again(leaves, self._found.stand_ins(), self._inside())
+        self._inner_inputs = [*(leaves[position] for position in self._inputs), *self._found.leaves]
 
     def _again(
-        self, leaves: Sequence[Any], inside: AbstractContextManager[None] | None = None
+        self,
+        leaves: Sequence[Any],
+        found: dict[KeptTensor, torch.Tensor],
+        inside: AbstractContextManager[None] | None = None,
     ) -> dict[Path, torch.Tensor]:
         """Run the model on other leaves, in containers of their own, from the state that the call began with; returns its outputs."""
         self._require_untouched()
         args, kwargs = tree_unflatten(leaves, self._spec)
         now = self._before.now()
-        self._before.restore()
+        self._before.restore(found)
+        gathered = self._aliases.take_gradients()
         try:
             with inside or nullcontext(), self._autocast.entered(), hooks.within(self._under_way):
                 with self._of_theirs():
                     output = self._run(*args, **kwargs)
-                return at(output, self._paths)
+                news = self._before.news()
+                return at([output, *(news.get(place) for place in self._places)], self._paths)
         finally:
             now.restore()
+            self._aliases.give_gradients(gathered)  # in place of those of a backward pass that the model runs itself
             self._allow_own_writes()
 
     def _require_untouched(self) -> None:
@@ -367,9 +430,10 @@ class GuardedCall:
         leaves = list(self._leaves)
         for position in self._inputs:
             leaves[position] = leaves[position].view_as(leaves[position])
-        made = self._again(leaves)
+        found = self._found.views()
+        made = self._again(leaves, found)
         pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
-        sources = [*(leaves[i] for i in self._inputs), *self._aliases.originals]
+        sources = [*(leaves[i] for i in self._inputs), *found.values(), *self._aliases.originals]
         with self._hooked(made):
             return torch.autograd.grad(
                 [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
@@ -397,6 +461,15 @@ class _Rest:
         with self.aliases.in_place():
             torch.autograd.backward([self.edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
         return (*_taken(self.inputs), *self.aliases.take_gradients())
+
+
+def _graph_of(value: Any) -> Iterable[torch.Tensor]:
+    return differentiable(value).values()
+
+
+def _made_since(sequence_nr: int) -> Callable[[torch.Tensor], bool]:
+    """Return what tells whether an operator since then has made a tensor, and not one of the loop's before."""
+    return lambda tensor: tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= sequence_nr
 
 
 def _edges(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:
@@ -438,9 +511,9 @@ class _Guarded(torch.autograd.Function):
     """The loop's view of a guarded call: inputs and parameters in, outputs out."""
 
     @staticmethod
-    def forward(ctx: Any, call: GuardedCall, *_tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with uninterrupted():
-            values = call.first_run()
+    def forward(
+        ctx: Any, call: GuardedCall, values: tuple[torch.Tensor, ...], *_tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.node = _Node(call)
         return values
@@ -450,12 +523,12 @@ class _Guarded(torch.autograd.Function):
         call, rest = ctx.node.call, ctx.node.rest
         with uninterrupted():
             if call is None and rest is not None:
-                return (None, *rest.gradients(gradients))
+                return (None, None, *rest.gradients(gradients))
             if call is None:
                 raise RuntimeError(_TWICE)
             if torch.is_grad_enabled() or graphs.are_batched(gradients):
-                return (None, *call.other_gradients(gradients))
-            return (None, *call.gradients(gradients))
+                return (None, None, *call.other_gradients(gradients))
+            return (None, None, *call.gradients(gradients))
 
 
 def _version(value: Any) -> int:

@@ -43,8 +43,12 @@ def replaced(output: Any, values: Mapping[Path, torch.Tensor]) -> Any:
 
     What can be changed is changed in place, since the model has just made it; tuples are made anew.
     """
-    by_id = {id(tensor): values[path] for path, tensor in _tensors(output, (), _DEPTH) if path in values}
-    return _with(output, by_id, _DEPTH)
+    return exchanged(output, {id(t): values[path] for path, t in _tensors(output, (), _DEPTH) if path in values})
+
+
+def exchanged(value: Any, by_id: Mapping[int, torch.Tensor]) -> Any:
+    """Return a value with other tensors in place of some, named by `id`; what can be changed is changed in place."""
+    return _with(value, by_id, _DEPTH)
 
 
 def _tensors(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, torch.Tensor]]:

@@ -38,7 +38,7 @@ from memlab.rescue.fallback import Place
 from memlab.rescue.guard import GuardedCall, _Guarded
 from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.recovery import Recovery
-from memlab.rescue.start import Start
+from memlab.rescue.start import Start, Weights
 from memlab.rescue.update import Update
 from memlab.runtime import optimizer_step
 from memlab.runtime.aliases import Aliases
@@ -80,6 +80,7 @@ class Rescuer:
         # whether memory cannot run out on this device, so that there is nothing to do
         self.is_idle = evidence is not None and not evidence.is_limited
         self._not_served: set[str] = set()
+        self._derives_itself = False  # the model runs a backward pass in its forward
         self._is_open = False  # a backward pass updates parameters
         self._session: weakref.ref[Session] | None = None
         self._loop_code = LoopCode(self)
@@ -128,7 +129,7 @@ class Rescuer:
         """Return how a call is run."""
         self._loop_code.end()
         self.recovery.work_begins()
-        if not _can_be_guarded(self._model):
+        if self._derives_itself or not _can_be_guarded(self._model):
             return _as_written
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
         if not self.is_armed:
@@ -146,12 +147,20 @@ class Rescuer:
             return guarded.outputs()
 
         def make_room(shortage: BaseException) -> None:
+            if guarded is not None and not guarded.can_start_over:
+                raise shortage
             self.recovery.make_room(
                 shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None
             )
 
         try:
+            self._current_aliases().deliver()
             output = self.recovery.until_it_fits(work, make_room)
+            if self._current_aliases().deliver():
+                self._derives_itself = True
+                self._live_session.log.note_once(
+                    f"{type(self._model).__name__} runs a backward pass in its forward, which cannot be repeated: memory that runs out there is not rescued"
+                )
             self.recovery.work_begins()
             self._loop_code.begin()
         except Exception as error:
@@ -190,12 +199,12 @@ class Rescuer:
 
     def _call_unguarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward as the loop wrote it; should memory run out against all evidence, guard it and what follows."""
-        start = Start(self._model, self._live_session.workload.device, None)
+        start, weights = Start(self._model, self._live_session.workload.device, None), Weights(self._model)
         shortage: BaseException | None = None
         try:
             return run(*args, **kwargs)
         except BaseException as error:
-            if not self.recovery.can_rescue(error):
+            if not (weights.are_untouched and self.recovery.can_rescue(error)):
                 raise
             shortage = error
         assert self._evidence is not None
@@ -211,11 +220,16 @@ class Rescuer:
             self._is_open = True
             session.log.note("memory that runs out in a backward pass is not rescued while it updates parameters")
         self.recovery.rows = Batch(args, kwargs).rows or 1
-        start = Start(self._model, session.workload.device)
-        return self.recovery.until_it_fits(
-            lambda: run(*args, **kwargs),
-            lambda shortage: self.recovery.make_room(shortage, Place.FORWARD, start.restore),
-        )
+        start, weights = Start(self._model, session.workload.device), Weights(self._model)
+
+        def make_room(shortage: BaseException) -> None:
+            nonlocal weights
+            if not weights.are_untouched:
+                raise shortage
+            self.recovery.make_room(shortage, Place.FORWARD, start.restore)
+            weights = Weights(self._model)
+
+        return self.recovery.until_it_fits(lambda: run(*args, **kwargs), make_room)
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)

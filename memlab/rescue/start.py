@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.runtime.aliases import put_back
-from memlab.runtime.model_state import State, Written
+from memlab.runtime.aliases import put_back, version_of
+from memlab.runtime.model_state import KeptTensor, Place, State, Written
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness, RandomState
 from memlab.runtime.touch import own_class
@@ -18,6 +18,21 @@ from memlab.runtime.touch import own_class
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
 _written = Written()
 _left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+
+
+class Weights:
+    """Weights and gradients before a call. One that runs a backward pass of its own, or updates weights, cannot be repeated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = (each for each in model.parameters() if each.requires_grad and each.is_leaf)
+        self._before = [(each, each.grad, version_of(each.grad), each._version) for each in trained]
+
+    @property
+    def are_untouched(self) -> bool:
+        return all(
+            each.grad is gradient and version_of(gradient) == version and each._version == written
+            for each, gradient, version, written in self._before
+        )
 
 
 class Start:
@@ -59,6 +74,25 @@ class Start:
         """Ids of the tensors whose values are put back."""
         return {id(kept.seen) for kept in (self._state.tensors if self._state is not None else ()) if kept.is_copied}
 
+    @property
+    def derived(self) -> list[KeptTensor]:
+        """Tensors in the model's state that gradients come to: inputs of the call, beside its arguments."""
+        return [kept for kept in (self._state.tensors if self._state is not None else ()) if kept.derives]
+
+    def lend(self, instead: dict[KeptTensor, torch.Tensor]) -> None:
+        """Put other tensors in the places of some, before anything has changed."""
+        if instead and self._state is not None:
+            self._state.put_back(instead)
+
+    def news(self) -> dict[Place, Any]:
+        """Return what the call has put into the model's state."""
+        return self._state.news() if self._state is not None else {}
+
+    def put(self, values: dict[Place, Any]) -> None:
+        """Put values in places that `news` has named."""
+        if self._state is not None:
+            self._state.put(values)
+
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone, and which other tensors it writes to."""
         for table, name, buffer, copy, version in self._buffers:
@@ -70,10 +104,10 @@ class Start:
         if self._state is not None:
             self._state.learn()
 
-    def restore(self) -> None:
-        """Put all of it back."""
+    def restore(self, instead: dict[KeptTensor, torch.Tensor] | None = None) -> None:
+        """Put all of it back; some tensors have others in their places."""
         if self._state is not None:
-            self._state.restore()
+            self._state.restore(instead)
         else:
             self._random.restore()
         for table, name, buffer, copy, _ in self._buffers:

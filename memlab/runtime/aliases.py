@@ -29,6 +29,7 @@ class Aliases:
                 self.originals.append(parameter)
                 self.aliases.append(by_id[id(parameter)])
             self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        self.own = {id(alias): own for alias, own in zip(self.aliases, self.originals, strict=True)}
         # all may be frozen for a part of each step
         self.device = next(model.parameters()).device
         self._ids = [id(parameter) for _, _, parameter, _ in self._sites]
@@ -78,12 +79,15 @@ class Aliases:
             if original.untyped_storage()._cdata != alias.untyped_storage()._cdata and alias.grad is None:
                 alias.data = original.data
 
-    def deliver(self) -> None:
-        """Add gradients that were left on aliases to those of the parameters."""
+    def deliver(self) -> bool:
+        """Add gradients that were left on aliases to those of the parameters; whether there were any."""
+        is_any = False
         for original, alias in zip(self.originals, self.aliases, strict=True):
             if alias.grad is not None:
                 gradient, alias.grad = alias.grad, None
                 original.grad = gradient if original.grad is None else original.grad.add_(gradient)
+                is_any = True
+        return is_any
 
     def _refresh_recurrent(self) -> None:
         # recurrent layers keep a second list of references to their weights
@@ -109,9 +113,13 @@ class Aliases:
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Hand over the gathered gradients, so that autograd may keep them without a copy."""
         gradients = [alias.grad for alias in self.aliases]
-        for alias in self.aliases:
-            alias.grad = None
+        self.give_gradients([None] * len(gradients))
         return gradients
+
+    def give_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have these as the gathered ones."""
+        for alias, gradient in zip(self.aliases, gradients, strict=True):
+            alias.grad = gradient
 
 
 def _trainable(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -15,6 +15,8 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.aliases import put_back, stand_in_for
-from memlab.runtime.containers import Items, Mapping
+from memlab.runtime.containers import ABSENT, Items, Mapping
 from memlab.runtime.reach import SMALL_BYTES, ModuleHooks, Walk
 from memlab.runtime.rng import Randomness
 from memlab.runtime.touch import own_class
@@ -34,6 +36,7 @@ from memlab.runtime.touch import own_class
 # containers that are looked into
 _OF_A_MODEL, _OF_A_PART = 20_000, 300
 _StandIns = dict["KeptTensor", torch.Tensor]
+Place = tuple[int, Any]  # of a value in the state: the number of its container, and its key there
 # attributes of modules that are no state; `training` is, as a loop may switch modes between forward and backward
 _NO_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
     *("forward", "__getstate__", "__deepcopy__", "_compiled_call_impl"),
@@ -77,6 +80,15 @@ class KeptTensor:
     @property
     def is_copied(self) -> bool:
         return self._copy is not None
+
+    @property
+    def derives(self) -> bool:
+        """Return whether gradients come to it."""
+        return self._held.requires_grad
+
+    def values(self) -> torch.Tensor:
+        """Return a leaf of its own that shares its memory."""
+        return self._held.detach().requires_grad_()
 
     def copy(self) -> torch.Tensor | None:
         """Keep its values; returns the tensor that modules refer to."""
@@ -184,7 +196,7 @@ class State(Walk):
         random_now = self.random.taken_again()
         stand_ins = {kept: kept.as_it_was(with_graph=with_graphs) for kept in self._tensors_kept}
         try:
-            self._put_back(stand_ins)
+            self.put_back(stand_ins)
             self.random.restore()
             yield repetition
         finally:
@@ -197,19 +209,36 @@ class State(Walk):
                 for hooks in hooks_now:
                     hooks.restore()
 
-    def restore(self) -> None:
-        """Put everything back, values of tensors included, for good."""
-        self._put_back({kept: kept.original for kept in self._tensors_kept})
+    def restore(self, instead: _StandIns | None = None) -> None:
+        """Put everything back, values of tensors included, for good; some tensors have others in their places."""
+        self.put_back(instead)
         for kept in self._tensors_kept:
             kept.write_back()
         self.random.restore()
 
-    def _put_back(self, stand_ins: _StandIns) -> None:
-        """Have everything hold what it held, with other tensors in place of those that are kept."""
+    def put_back(self, instead: _StandIns | None = None) -> None:
+        """Have everything hold what it held, with other tensors in place of some that are kept."""
+        stand_ins = {kept: kept.original for kept in self._tensors_kept} | (instead or {})
         for container, items in self._contents:
             container.fill({key: _instead(value, stand_ins) for key, value in items.items()})
         for hooks in self._hooks:
             hooks.restore()
+
+    def news(self) -> dict[Place, Any]:
+        """Return the values that were not there before."""
+        found: dict[Place, Any] = {}
+        for number, (container, before) in enumerate(self._contents):
+            for key, value in container.read().items():
+                was = before.get(key, ABSENT)
+                if value is not was and not (type(was) is KeptTensor and was.seen is value):
+                    found[number, key] = value
+        return found
+
+    def put(self, values: dict[Place, Any]) -> None:
+        """Put values in places that `news` has named."""
+        for number, there in itertools.groupby(values, operator.itemgetter(0)):
+            container, _ = self._contents[number]
+            container.fill(container.read() | {place[1]: values[place] for place in there})
 
     def learn(self) -> None:
         """Note which tensors have been written to since, so that the next state keeps copies of them."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.rescue.start import Start
+from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
@@ -100,11 +100,12 @@ class ModelCalls:
         while True:
             is_on_trial = session.switching.is_on_trial
             start = Start(session.workload.model, session.workload.device) if is_on_trial else None
+            weights = Weights(session.workload.model) if is_on_trial else None
             rescuer = session.rescuing
             try:
                 return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
             except MemlabError as error:
-                if start is None or not session.switching.falls_back(error):
+                if not (start and weights and weights.are_untouched and session.switching.falls_back(error)):
                     raise
             start.restore()
 

@@ -1,0 +1,75 @@
+"""`Found`: tensors with a graph that a call finds in the model's state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from itertools import compress
+from typing import Any
+
+import torch
+
+from memlab.rescue.start import Start
+from memlab.runtime.model_state import KeptTensor
+
+
+class Found:
+    """Tensors with a graph that a call finds in the model's state: inputs of it, beside its arguments, if it uses them.
+
+    Their graphs are the loop's, or those of earlier calls (a weight that a network makes once for several calls, a recurrent state).
+    """
+
+    def __init__(self, start: Start, given: Collection[int]) -> None:  # `id`s of the arguments
+        self._start = start
+        self.kept = [kept for kept in start.derived if id(kept.seen) not in given]
+        self.originals = [kept.original for kept in self.kept]
+        self.leaves: list[torch.Tensor] = []  # where gradients come to, of the last run
+        self._marks: list[weakref.ref[Any]] = []
+
+    def stand_ins(self) -> dict[KeptTensor, torch.Tensor]:
+        """Return what another run is to find in their places."""
+        self.leaves = [kept.values() for kept in self.kept]
+        made = [_Enters.apply(leaf) for leaf in self.leaves]  # type: ignore[no-untyped-call]
+        marks = [_Mark() for _ in made]
+        for each, mark in zip(made, marks, strict=True):
+            each.grad_fn.metadata[_Mark] = mark
+        self._marks = [*map(weakref.ref, marks)]
+        return dict(zip(self.kept, made, strict=True))
+
+    def lend(self) -> dict[KeptTensor, torch.Tensor]:
+        """Put them in place for the first run."""
+        made = self.stand_ins()
+        self._start.lend(made)
+        return made
+
+    def views(self) -> dict[KeptTensor, torch.Tensor]:
+        """Return the tensors themselves for one more run, as views: their gradients are not handed to hooks of the loop's."""
+        return {kept: own.view_as(own) for kept, own in zip(self.kept, self.originals, strict=True)}
+
+    def forget_unused(self) -> None:
+        """Keep those alone that the run has used, once nobody else holds the others: no graph leads to these."""
+        used = [mark() is not None for mark in self._marks]
+        self.kept = [*compress(self.kept, used)]
+        self.originals = [*compress(self.originals, used)]
+        self.leaves = [*compress(self.leaves, used)]
+
+
+def is_entering(stand_in: torch.Tensor) -> bool:
+    """Return whether nothing has been written to a stand-in: what is, has another graph."""
+    return isinstance(stand_in.grad_fn, _Enters._backward_cls)
+
+
+class _Mark:
+    """Lives as long as a node of the graph does."""
+
+
+class _Enters(torch.autograd.Function):
+    """A tensor as it comes into a call: one that may be written to, as the tensor itself may be."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
