@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 _SAVED = "memlab.saved"  # in the metadata of nodes
 _MOST_NODES = 2000  # of a loop's own graph; a larger one is not walked
-_CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _TWICE = "Trying to backward through the graph a second time: its saved tensors have been freed"
 
 
@@ -63,7 +62,7 @@ class _Held:
         if self.tensor is None:
             raise RuntimeError(_TWICE)
         if self.tensor._version != self.version:
-            raise RuntimeError(_CHANGED)
+            raise RuntimeError(graphs.CHANGED)
         return self.tensor
 
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+# torch's own words, for what is saved by hooks
+CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -56,6 +58,11 @@ def why_as_written() -> str:
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         return "where hooks on saved tensors are disabled"
     return ""
+
+
+def hooks_on_saved_tensors() -> Any:
+    """Return those in force, by which functions pack and unpack what they save; None where there are none."""
+    return getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)  # not in older torch
 
 
 def are_batched(gradients: Iterable[torch.Tensor | None]) -> bool:

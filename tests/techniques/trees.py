@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -509,6 +510,7 @@ class Case:
         draw = random.Random(seed)
         self.model = self._made(draw)
         self.has_features = draw.random() < 0.3
+        self.feature = random.Random(seed).choice(FEATURES)
         self.flags = draw.choice(["--checkpoint"] * 3 + ["--checkpoint every:2", "--checkpoint selective"])
         self.loop = draw.choice(["plain"] * 3 + [*_LOOPS])
         self.images = torch.randn(4, 3, 8, 8)
@@ -540,11 +542,14 @@ class Case:
     def trained(self, model: nn.Module, steps: int = 3) -> dict[str, Any]:
         """Train a model for some steps; returns all that it leaves."""
         features: list[torch.Tensor] = []
+        statistics = Statistics()
         convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
         hooks = []
         if self.has_features:
-            hook = convolutions[len(convolutions) // 2].register_forward_hook(lambda _m, _i, out: features.append(out))
-            hooks.append(hook)
+            made = self.feature
+            watched = convolutions[len(convolutions) // 2]
+            hooks.append(watched.register_forward_hook(lambda _m, _i, out: features.append(made(out))))
+            hooks.append(watched.register_forward_pre_hook(statistics.update))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002 - what loops have
@@ -596,6 +601,7 @@ class Case:
             "state": dict(model.state_dict()),
             "attributes": [_plain(vars(module)) for module in model.modules()],
             "features": seen,
+            "statistics": statistics.products,
             "random": (torch.rand(2), random.random(), float(np.random.rand())),  # noqa: NPY002
             "generators": [
                 (m.own.random(), torch.rand(1, generator=m.generator))
@@ -603,6 +609,25 @@ class Case:
                 if isinstance(m, StochasticDepth)
             ],
         }
+
+
+class Statistics:
+    """What preconditioners gather in hooks: products of what layers are given."""
+
+    def __init__(self) -> None:
+        self.products = torch.zeros(())
+
+    def update(self, _module: nn.Module, given: Any) -> None:
+        rows = given[0].detach().flatten(1)
+        self.products = self.products * 0.9 + rows.T @ rows
+
+
+# what a hook on a layer keeps for a penalty
+FEATURES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda output: output,
+    lambda output: output.abs() * output,
+    lambda output: output.flatten(1) @ output.flatten(1).T,
+]
 
 
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:

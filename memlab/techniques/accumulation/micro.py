@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
-from memlab.runtime.graphs import are_batched
+from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
@@ -428,8 +428,7 @@ class _SplitCall(torch.autograd.Function):
         # autograd lets go of what is saved when a backward pass is over, unless it is told to retain the graph
         holder: Any = torch.empty(0, device="cpu")
         # the loop's own hooks on saved tensors would give back another one
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)  # not in older torch
-        is_hooked = top(True) is not None
+        is_hooked = hooks_on_saved_tensors() is not None
         ctx.run = run if is_hooked else None
         holder.run = run
         ctx.save_for_backward(holder)

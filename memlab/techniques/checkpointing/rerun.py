@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.runtime import hooks
 from memlab.runtime.dispatch import WatchingMode, defers, written_by
+from memlab.runtime.graphs import hooks_on_saved_tensors
+from memlab.runtime.graphs import hooks_on_saved_tensors
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
 from memlab.techniques.checkpointing.observers import Observers
@@ -34,7 +36,7 @@ _running = threading.local()
 
 def is_within_another() -> bool:
     """Return whether this thread runs a part, or what the model checkpoints itself: parts within are none of their own."""
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)  # not in older torch
+    hooks = hooks_on_saved_tensors()
     is_of_model = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
     return is_of_model or bool(getattr(_running, "depth", 0))
 
@@ -48,6 +50,7 @@ class Part:
     span: tuple[int, int] | None = None  # first child, and the one after the last; None for the module itself
     written: Written = field(default_factory=Written)  # tensors of its state that it writes to
     written_inputs: set[int] = field(default_factory=set)  # places of tensors among its arguments that it writes to
+    hooks_that_take_part: set[int] = field(default_factory=set)  # numbers of those that did in their last run
     is_watched: bool = False  # whether its first run is over, in which that is seen
     gives_other_results: bool = False  # it was seen to compute something else when it was run again
 
@@ -86,7 +89,7 @@ class Run:
         modules = part.modules
         self.device = _device(self.inputs, modules)
         self._state = State(modules, self._others, part.written, self.device)
-        self._observers = Observers(part.hooked)
+        self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
 
     @property
@@ -141,9 +144,15 @@ class Run:
         if tensor is not None:
             self._part.written.add(tensor)
 
-    def first(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def first(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        products: Products | None = None,  # that are kept of this run
+    ) -> Any:
         """Run the part for the first time."""
-        with _one_deeper(), self._observers.watched():
+        with _one_deeper(), self._observers.watched(products):
             return call(*args, **kwargs)
 
     @contextmanager
@@ -194,8 +203,9 @@ def recomputed(
             run.protect_state(watch)
         if watched and watch is not None:
             run.protect(watch)
-        around_first, around_again = contexts(part, selective=selective)
-        body = _body(run, call, given, around_first)
+        products = Products() if selective else None
+        around_again = Recomputation(part.owner if part.span is None else None, nullcontext() if products is None else products.giving())
+        body = _body(run, call, given, products)
         saved = run.saved(watched=watched)
         try:
             with uninterrupted():
@@ -215,24 +225,18 @@ def recomputed(
 
 
 def _body(
-    run: Run, call: Callable[..., Any], given: list[Any], around_first: AbstractContextManager[Any]
+    run: Run, call: Callable[..., Any], given: list[Any], products: Products | None
 ) -> Callable[..., Any]:
     def body(*saved: torch.Tensor) -> Any:
         if given:
             args, kwargs = given.pop()
-            with around_first, interruptible():
-                return run.first(call, args, kwargs)
+            with nullcontext() if products is None else products.keeping(), interruptible():
+                return run.first(call, args, kwargs, products)
         with run.again(), hooks.within(run.under_way):
             args, kwargs = run.arguments(saved)
             return call(*args, **kwargs)
 
     return body
-
-
-def contexts(part: Part, *, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return what surrounds a part's forward, and its recomputation."""
-    forward, recomputation = Products().contexts() if selective else (nullcontext(), nullcontext())
-    return forward, Recomputation(part.owner if part.span is None else None, recomputation)
 
 
 def _leave(error: BaseException) -> None:

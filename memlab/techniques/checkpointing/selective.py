@@ -27,16 +27,26 @@ KEPT_OPERATIONS = frozenset(
 )
 
 
+_By = tuple[Any, list[Any]]  # an operator, and the shapes it was given
+
+
 class Products:
     """The results of one run, in order."""
 
     def __init__(self) -> None:
-        # each with the versions its tensors had; None when used
-        self._results: list[tuple[Any, list[int]] | None] = []
+        # each with what it was made by, and the versions its tensors had; None when used
+        self._results: list[tuple[Any, _By, list[int]] | None] = []
 
-    def add(self, result: Any) -> None:
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def add(self, result: Any, by: _By) -> None:
         """Keep the next result."""
-        self._results.append((result, _versions(result)))
+        self._results.append((result, by, _versions(result)))
+
+    def drop_from(self, place: int) -> None:
+        """Forget the results from a place on: of what will not run again."""
+        del self._results[place:]
 
     def drop_written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget results that an operator writes to; versions of what is chunked unsafely, as in recurrent layers, do not tell."""
@@ -45,17 +55,21 @@ class Products:
             if kept is not None and not written.isdisjoint(storages(tree_leaves(kept[0]))):
                 self._results[place] = None
 
-    def take(self, place: int) -> Any:
-        """The result of a place; None when it has been used, or written to since."""
+    def take(self, place: int, by: _By) -> Any:
+        """The result of a place; None when it is another operator's, has been used, or written to since."""
         if place >= len(self._results):
             return None
         # let go of as it is used, so that memory falls while the backward pass goes through the part
         kept, self._results[place] = self._results[place], None
-        return None if kept is None or _versions(kept[0]) != kept[1] else kept[0]
+        return None if kept is None or kept[1] != by or _versions(kept[0]) != kept[2] else kept[0]
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return those of the run, and of running it again."""
-        return _Keeping(self), _Giving(self)
+    def keeping(self) -> AbstractContextManager[Any]:
+        """Return the context of the run."""
+        return _Keeping(self)
+
+    def giving(self) -> AbstractContextManager[Any]:
+        """Return the context of running it again."""
+        return _Giving(self)
 
 
 class _Keeping(WatchingMode):
@@ -69,7 +83,7 @@ class _Keeping(WatchingMode):
         if func in KEPT_OPERATIONS:
             # a result itself gets a graph, which would hold what holds it
             kept = tree_map(_without_graph, result)
-            self._products.add(kept)
+            self._products.add(kept, _made_by(func, args))
         return result
 
 
@@ -85,11 +99,15 @@ class _Giving(WatchingMode):
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in KEPT_OPERATIONS:
-            kept = self._products.take(self._place)
+            kept = self._products.take(self._place, _made_by(func, args))
             self._place += 1
             if kept is not None:
                 return kept
         return func(*args, **kwargs)
+
+
+def _made_by(func: Any, args: tuple[Any, ...]) -> _By:
+    return func, [arg.shape if isinstance(arg, torch.Tensor) else None for arg in args]
 
 
 def _without_graph(value: Any) -> Any:
