@@ -41,6 +41,28 @@ def before(outputs: Mapping[_Key, Any]) -> dict[_Key, tuple[_Key, ...]]:
     return found
 
 
+def reaches_before(tensors: Iterable[torch.Tensor], sequence_nr: int) -> bool:
+    """Return whether tensors are computed from one that this thread had computed before, by the number of its operator.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> cached, began = weight.exp(), torch._C._autograd._get_sequence_nr()
+        >>> reaches_before([weight * 2], began), reaches_before([weight * cached], began)
+        (False, True)
+    """
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        if node._sequence_nr() < sequence_nr:
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 def why_as_written() -> str:
     """Return where the thread is, in words, if a model call there can be run in no other way than it is written; else nothing.
 

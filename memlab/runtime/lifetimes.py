@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -94,6 +95,45 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
 
 
+def held_by_others(tensors: Iterable[torch.Tensor], aliases: int = 0) -> set[int]:
+    """Return `id`s of the tensors whose values something else has as well: another one of them, in the same place, or anybody else.
+
+    Parts of one storage that have nothing in common, and that nobody else has, are not among them.
+
+    Args:
+        tensors: all that may share a storage.
+        aliases: how many of each are known, and do not count.
+
+    Example:
+        >>> whole = torch.ones(4)
+        >>> one, other, alone = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+        >>> one.data, other.data = whole[:2], whole[2:]
+        >>> len(held_by_others([one, other, alone]))
+        2
+        >>> del whole
+        >>> len(held_by_others([one, other, alone])), len(held_by_others([one, other, one.detach()]))
+        (0, 3)
+    """
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided and tensor.numel():
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    return {id(each) for key, together in by_storage.items() if _are_held(key, together, aliases) for each in together}
+
+
+def _are_held(storage: int, together: Sequence[torch.Tensor], aliases: int) -> bool:
+    if torch._C._storage_Use_Count(storage) > _UNSHARED - 1 + len(together) * (1 + aliases):
+        return True
+    places = sorted((each.storage_offset(), _last_place(each)) for each in together)
+    return any(start <= end for (_, end), (start, _) in pairwise(places))
+
+
+def _last_place(tensor: torch.Tensor) -> int:
+    return tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def gradient_is_held(parameter: torch.Tensor) -> bool:
     """Return whether somebody else than the parameter has its gradient, or a view of it.
 
@@ -103,7 +143,10 @@ def gradient_is_held(parameter: torch.Tensor) -> bool:
         >>> gradient_is_held(weight), (held := [weight.grad]) is None, gradient_is_held(weight)
         (False, False, True)
     """
-    return parameter.grad is not None and (_references(parameter) > _OWN_REFERENCES or is_shared(parameter.grad))
+    if parameter.grad is None:
+        return False
+    is_strided = parameter.grad.layout is torch.strided  # a sparse one has no storage of its own
+    return _references(parameter) > _OWN_REFERENCES or (is_strided and is_shared(parameter.grad))
 
 
 def _references(parameter: torch.Tensor) -> int:

@@ -85,6 +85,10 @@ class Surroundings(Walk):
         """Yield the tensors that it has met."""
         return (each.tensor for each in self._tensors)
 
+    def derived(self) -> dict[str, torch.Tensor]:
+        """Return the tensors with a graph that it has met, by name: of earlier calls, or the loop's."""
+        return {each.name: each.tensor for each in self._tensors if each.tensor.grad_fn is not None}
+
     def effects(self) -> dict[str, Effect]:
         """Return what has changed since, by name."""
         found: dict[str, Effect] = {}

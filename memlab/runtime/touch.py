@@ -158,12 +158,14 @@ class Touch(Watched):
         read: Callable[[torch.Tensor, FrameType], torch.Tensor | None],
         keep: Callable[[torch.Tensor, torch.Tensor], None] = lambda _tensor, _values: None,
         replace: Callable[[torch.Tensor, torch.Tensor], bool] = lambda _tensor, _values: False,
+        gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda tensor, given: given.to(tensor.dtype),
     ) -> None:
         super().__init__(tensors)
         # gives a tensor's values in the user's form, and who asks for them; None to use the tensor as it is kept
         self._read = read
         self._keep = keep  # called where something holds what `read` gave, or has written to it
         self._replace = replace  # called for ``tensor.data = values``; False to do as torch does
+        self._gradient = gradient  # gives what ``tensor.grad`` becomes: made like what was read
         self._is_read = False  # since they are watched
 
     def leave(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
@@ -178,8 +180,8 @@ class Touch(Watched):
             if (not uses_values(function) or is_own_code(frame)) and self._are_own(types):
                 if function == _GET_DTYPE:
                     return self._dtype_of(args[0], frame)
-                if function == SET_GRAD and isinstance(args[1], torch.Tensor):  # made like what was read
-                    args = args[0], args[1].to(args[0].dtype)
+                if function == SET_GRAD and isinstance(args[1], torch.Tensor):
+                    args = args[0], self._gradient(args[0], args[1])
                 return function(*args, **kwargs)
             values = self._values_of(args, kwargs, frame)
             if function == SET_DATA and id(args[0]) in values:

@@ -91,6 +91,8 @@ class InForce:
         self.plan = Plan()  # the plan in force
         self._host = host or Host()
         self._host.techniques = lambda: self.techniques
+        self._host.aliases = lambda: self._aliases
+        self._aliases = 0
         self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
         self.is_engine = False  # whether one of them is an engine
         self.optimizers: list[Optimizer] = []  # those the techniques are attached to
@@ -193,6 +195,7 @@ class InForce:
 
     def _once(self, act: Callable[[], None], interrupts: Interrupts | None, *, sparing: bool) -> None:
         before = Rollback(self._workload.model, self.optimizers, [*self._entries.values()])
+        self._aliases = 1
         entries, plan = dict(self._entries), self.plan
         # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
         spares = sparing and not self.is_engine
@@ -214,6 +217,7 @@ class InForce:
             _close_left(entries, self._entries)
         finally:
             self._exchanged = _nothing
+            self._aliases = 0
 
     def _refresh(self) -> None:
         self.techniques = [self._entries[kind].technique for kind in TECHNIQUES if kind in self._entries]

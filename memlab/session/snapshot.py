@@ -19,6 +19,7 @@ from memlab.runtime.model_state import State
 from memlab.runtime.state_layers import PackedState
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
+from memlab.techniques.precision.masters import masters_of
 
 
 class Snapshot:
@@ -38,7 +39,7 @@ class Snapshot:
         self._workload = workload
         self._spill = Spill(resolve_tier(Tier.AUTO, workload.device, "snapshot"))
         tensors = chain(workload.model.named_parameters(), workload.model.named_buffers())
-        self._tensors = {name: self._spill.store(tensor) for name, tensor in tensors}
+        self._tensors = {name: self._spill.store(_own_values(tensor)) for name, tensor in tensors}
         self._gradients = {
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
         }
@@ -70,7 +71,7 @@ class Snapshot:
         self._reached.restore()
         with torch.no_grad():
             for name, tensor in chain(workload.model.named_parameters(), workload.model.named_buffers()):
-                overwrite(tensor, self._tensors[name])
+                _give_values(tensor, self._tensors[name])
             for name, parameter in workload.model.named_parameters():
                 saved = self._gradients.get(name)
                 parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
@@ -91,6 +92,21 @@ class Snapshot:
 
     def _copied(self, value: Any) -> Any:
         return self._spill.store(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _own_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter or buffer in the user's own format."""
+    masters = masters_of(tensor)
+    values = None if masters is None else masters.values(tensor)
+    return tensor if values is None else values
+
+
+def _give_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    masters = masters_of(tensor)
+    if masters is None:
+        overwrite(tensor, values)
+    else:
+        masters.write(tensor, values)
 
 
 def _restore_optimizer(

@@ -69,6 +69,8 @@ class Host:
     only_tried: Callable[[], None] = lambda: None
     # a storage got or lost memory without an operator
     storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None
+    # how many aliases of each weight are kept meanwhile, to go back to
+    aliases: Callable[[], int] = int
     on_trial: Callable[[], bool] = bool  # whether there is a plan to go back to, should this one turn out not to apply
     # called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when the plan
     # before comes back at the next hook, and the technique does nothing until then

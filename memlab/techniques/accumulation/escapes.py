@@ -1,13 +1,18 @@
-"""Tensors with a graph that a model keeps where nobody looks."""
+"""Tensors with a graph that a model keeps where nobody looks, or finds there."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+
+from memlab.runtime.graphs import reaches_before
+from memlab.runtime.lazy import real, requires_grad
+from memlab.runtime.surroundings import Surroundings
 
 
 def escaped(alive: Callable[[], set[int]]) -> tuple[torch.Tensor, str] | None:
@@ -53,3 +58,18 @@ def _keeper(tensor: torch.Tensor, candidates: list[torch.Tensor]) -> str:
         if not inspect.isframe(holder):
             return f"kept by a {type(holder).__name__}"
     return "kept by something else"
+
+
+def earlier_graph(name: str, leaves: Iterable[Any], sequence_nr: int, before: Surroundings) -> str:
+    """Return why outputs cannot be those of parts: each part would go through the graph of a tensor from before the call; else nothing.
+
+    Args:
+        name: of the model.
+        leaves: the outputs.
+        sequence_nr: of torch's operators, when the call began.
+        before: what was there before the call.
+    """
+    if not reaches_before([real(leaf) for leaf in leaves if requires_grad(leaf)], sequence_nr):
+        return ""
+    found = ", ".join(before.derived())
+    return f"{name} computes with a tensor that had a graph before the call{f' ({found})' if found else ''}"

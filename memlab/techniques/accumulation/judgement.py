@@ -24,7 +24,7 @@ from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.tree import flatten, own_attributes
 from memlab.techniques.accumulation.agreement import Agreement, refuse
 from memlab.techniques.accumulation.batchnorm import in_groups
-from memlab.techniques.accumulation.escapes import escaped
+from memlab.techniques.accumulation.escapes import earlier_graph, escaped
 from memlab.techniques.accumulation.merge import Merge, agree, closed
 from memlab.techniques.accumulation.noise import Noise
 from memlab.techniques.accumulation.probe import Probe
@@ -122,8 +122,13 @@ class Judgement:
         parts = [self._layout.take(self._whole, start, stop) for start, stop in self._ranges]
         weights = self._probe.weights(self._whole, self._layout, parts)
         with self._aliases.in_place(), torch.enable_grad():
+            began = torch._C._autograd._get_sequence_nr()
             with in_groups(self._model, self._per_part, self._rows):
                 whole, inputs = self._run(self._whole, is_whole=True)
+            if reason := earlier_graph(self._name, whole.outputs.leaves, began, self._snapshot):
+                refuse(reason)
+            if any(alias.grad is not None for alias in self._aliases.aliases):
+                refuse(f"{self._name} runs a backward pass in its forward, and would once for each micro-batch")
             directions = self._directions(whole.outputs, weights)
             leading = _leading(whole.outputs.leaves)
             self._backward(whole.outputs, directions)
@@ -215,13 +220,19 @@ class Judgement:
         return _Run(outputs, effects), inputs
 
     def _directions(self, outputs: Outputs, weights: Mapping[int, list[float]]) -> dict[int, torch.Tensor]:
-        """Return by what the run together is derived: its loss, or a random combination of what has a graph."""
+        """Return by what the run together is derived: its loss, and a random combination of what else has a graph.
+
+        What the loss is computed from needs no direction of its own. What it is not (features beside a learnt scale) does.
+        """
         graph = {i: real(leaf) for i, leaf in enumerate(outputs.leaves) if isinstance(leaf, torch.Tensor)}
         graph = {i: leaf for i, leaf in graph.items() if leaf.requires_grad}
-        if outputs.loss in graph and outputs.loss in weights:
-            return {outputs.loss: torch.ones_like(graph[outputs.loss])}
         found: dict[int, torch.Tensor] = {}
+        if outputs.loss in graph and outputs.loss in weights:
+            found[outputs.loss] = torch.ones_like(graph[outputs.loss])
+        before_loss = graphs.before(_edges(graph)).get(outputs.loss, ()) if found else ()
         for i, leaf in graph.items():
+            if i in found or i in before_loss:
+                continue
             generator = torch.Generator(leaf.device).manual_seed(i)
             drawn = torch.randn(leaf.shape, generator=generator, device=leaf.device, dtype=torch.float32).to(leaf.dtype)
             found[i] = drawn / max(1, leaf.numel()) ** 0.5
@@ -356,7 +367,9 @@ def _detached(leaf: Any) -> Any:
 
 def _leading(leaves: Sequence[Any]) -> frozenset[int]:
     """Positions of the outputs that others are computed from."""
-    edges = {
-        i: torch.autograd.graph.get_gradient_edge(real(each)) for i, each in enumerate(leaves) if requires_grad(each)
-    }
-    return frozenset(i for others in graphs.before(edges).values() for i in others)
+    graph = {i: real(each) for i, each in enumerate(leaves) if requires_grad(each)}
+    return frozenset(i for others in graphs.before(_edges(graph)).values() for i in others)
+
+
+def _edges(graph: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+    return {i: torch.autograd.graph.get_gradient_edge(each) for i, each in graph.items()}

@@ -20,6 +20,7 @@ from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
+from memlab.techniques.accumulation.escapes import earlier_graph
 from memlab.techniques.accumulation.merge import closed
 from memlab.techniques.accumulation.micro_inputs import MicroInputs
 from memlab.techniques.accumulation.micro_outputs import Joined, MicroOutputs
@@ -227,8 +228,12 @@ class MicroRun:
             self._random_states[index].restore()
         is_last = index == self._count - 1
         keeps_graph = not self._repeats and (self._learnt.fused is not False or is_last)
+        began = torch._C._autograd._get_sequence_nr()
         with torch.set_grad_enabled(keeps_graph or self._learnt.needs_graph):
             micro_batch, outputs = self._run(index)
+        if keeps_graph and self._snapshot is not None and self._snapshot.derived():
+            if reason := earlier_graph(type(self._model).__name__, outputs.leaves, began, self._snapshot):
+                raise RefusalError(_FIELD, reason, KEEP_WHOLE)
         self._gathered.sharing.note(outputs.leaves, self._before(micro_batch))
         if not keeps_graph:
             outputs = outputs.without_graph()

@@ -38,7 +38,7 @@ class Observers:
         found = [hooks for holder, kind in tables if (hooks := vars(holder)[kind])]
         self._tables = [each for each in found if not all(map(is_ours, each.values()))]
         self._took_part = take_part  # numbers of hooks that took part in their last run; kept up to date here
-        self._saving: Any = None  # the hooks on saved tensors around the part
+        self._saving = 0  # `id` of the hook on saved tensors around the part, which would hold this
         self._run_again: dict[int, bool] = {}  # by number, whether it keeps what it saves
 
     @property
@@ -60,7 +60,7 @@ class Observers:
     @contextmanager
     def _replaced(self, made: Callable[[Any], dict[int, Any]]) -> Iterator[None]:
         # in place: who registers or removes a hook meanwhile has this very table
-        self._saving = hooks_on_saved_tensors()
+        self._saving = _id_of_saving()
         before = [(table, dict(table), made(table)) for table in self._tables]
         try:
             for table, _, others in before:
@@ -84,7 +84,7 @@ class Observers:
 
         @functools.wraps(hook)
         def kept(*args: Any) -> Any:
-            if hooks_on_saved_tensors() != self._saving:
+            if _id_of_saving() != self._saving:
                 return hook(*args)
             with torch.autograd.graph.saved_tensors_hooks(_saved, _unchanged):
                 return hook(*args)
@@ -111,6 +111,11 @@ class Observers:
             return result
 
         return watched
+
+
+def _id_of_saving() -> int:
+    packing, *_ = hooks_on_saved_tensors() or (None,)
+    return id(packing)
 
 
 def _saved(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -37,9 +37,10 @@ from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added
 from memlab.runtime.buckets import group_of, is_separable
-from memlab.runtime.lifetimes import is_saved
+from memlab.runtime.lifetimes import gradient_is_held, is_saved
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, State, Technique, process_count
 from memlab.techniques.offload.block_streaming import (
@@ -117,6 +118,14 @@ class OffloadParams(Technique):
                 self.field,
                 f"params: {workload.name} repeats no block (a ModuleList or Sequential with several modules of one class)",
                 "use --offload optimizer,activations",
+            )
+        if not isinstance(self.predecessor, OffloadParams) and any(
+            gradient_is_held(p) for block in blocks for p in block.parameters()
+        ):
+            raise RefusalError(
+                self.field,
+                "params: the loop holds gradients beside its weights (in a list, or as views), which would be others off the device",
+                "use --offload optimizer,activations, or drop them first (optimizer.zero_grad())",
             )
         if not isinstance(self.predecessor, OffloadParams) and not _movable(workload.model, blocks):
             raise RefusalError(
@@ -349,7 +358,7 @@ class _Gradients:
         self._aside: list[tuple[Parameter, torch.Tensor]] = []
         self._streaming: BlockStreaming  # where the parameters rest, see `serve`
         # whether the loop holds a gradient, which stays then
-        self.is_held: Callable[[Parameter], bool] = lambda _parameter: False
+        self.is_held: Callable[[Parameter], bool] = gradient_is_held
         self._adding = _OneAtATime()
 
     def serve(self, residence: BlockStreaming) -> None:
@@ -501,12 +510,12 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
     outside = {id(p) for module in model.modules() if id(module) not in inside for p in module._parameters.values()}
     everything = list(model.parameters())
     first = {id(everything[0]), id(next(p for p in everything if p.requires_grad))}
-    storages = [p.untyped_storage()._cdata for p in everything if type(p) in PLAIN]
+    storages = [p.untyped_storage()._cdata for p in everything if own_class(p) in PLAIN]
     return [
         p
         for p in {id(p): p for block in blocks for p in block.parameters()}.values()
         if id(p) not in outside | first
-        and type(p) in PLAIN
+        and own_class(p) in PLAIN
         and p.layout is torch.strided
         and p.numel() >= SMALL_ELEMENTS
         and p.device == everything[0].device

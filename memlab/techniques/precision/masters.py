@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.homes import home_of
 from memlab.runtime.lifetimes import is_shared
 from memlab.techniques.precision.moments import join_master, split_master
+
+_of: MutableMapping[torch.Tensor, weakref.ref[Masters]] = WeakIdKeyDictionary()
+
+
+def masters_of(tensor: torch.Tensor) -> Masters | None:
+    """Return who has the fp32 values of a tensor that is kept in bf16; None for any other tensor."""
+    there = _of.get(tensor)
+    found = None if there is None else there()
+    return found if found is not None and tensor in found else None
 
 
 class Masters:
@@ -20,7 +31,7 @@ class Masters:
 
     Example:
         >>> weight, masters = torch.nn.Parameter(torch.tensor([0.1])), Masters()
-        >>> masters.split(weight)
+        >>> masters.split(weight, whole=False)
         >>> weight.data, masters.values(weight)
         (tensor([0.1001], dtype=torch.bfloat16), tensor([0.1000]))
         >>> masters.show(weight).fill_(0.3), masters.settle()
@@ -44,10 +55,17 @@ class Masters:
         """What is kept beside the tensors."""
         return tuple(self._rest.values())
 
-    def split(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor in bf16 from now on, its gradient along with it."""
+    def split(self, tensor: torch.Tensor, *, whole: bool) -> None:
+        """Keep a tensor in bf16 from now on, its gradient along with it.
+
+        Args:
+            tensor: in fp32.
+            whole: keep its data as they are beside that, since others have them as well.
+        """
         self.tensors.append(tensor)
-        high, self._rest[id(tensor)] = split_master(tensor.data)
+        _of[tensor] = weakref.ref(self)
+        high, low = split_master(tensor.data)
+        self._rest[id(tensor)] = tensor.data if whole else low
         _set_data(tensor, high)
 
     def join(self, tensor: torch.Tensor) -> None:
@@ -87,6 +105,19 @@ class Masters:
         if values is not None:
             self.keep(tensor, values)
         return values
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a tensor other values in fp32, in place of those it has, wherever they are."""
+        rest = self._rest[id(tensor)]
+        if tensor.dtype is torch.float32:
+            tensor.copy_(values)
+        elif rest.dtype is torch.float32:
+            rest.copy_(values)
+            self._settle(tensor)
+        else:
+            high, low = split_master(values.to(rest.device))
+            tensor.copy_(high)
+            rest.copy_(low)
 
     def replace(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         """Take other values for the master, as for ``tensor.data = values``; False where they are not for that."""

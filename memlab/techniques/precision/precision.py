@@ -28,6 +28,7 @@ from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
+from memlab.runtime.lifetimes import gradient_is_held
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
@@ -38,6 +39,10 @@ from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.packed_moments import PackedMoments
 from memlab.techniques.precision.pure_bf16 import PureBf16, as_fp32
 
+_HELD = (
+    "the loop holds gradients beside its weights (in a list, or as views), which would be others in bf16",
+    "use --bf16, or drop them first (optimizer.zero_grad())",
+)
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch gives each
 
 
@@ -129,6 +134,8 @@ class PrecisionChoice(Technique):
                 f"{workload.name} shares its weights with other processes (share_memory), which would not see those in bf16",
                 "use --bf16",
             )
+        if precision is Precision.PURE_BF16 and any(map(gradient_is_held, workload.model.parameters())):
+            raise RefusalError(self.field, *_HELD)
         if precision is Precision.FP16:
             refuse_backward_hooks(workload.name, workload.model)
         recurrent = any(isinstance(module, nn.RNNBase) for module in workload.model.modules())
@@ -168,7 +175,9 @@ class PrecisionChoice(Technique):
             case Precision.PURE_BF16:
                 for optimizer in workload.optimizers:
                     self._moments.expect(optimizer)
-                self._pure = PureBf16(workload.model, self._masters, self._first, self._at_home, undo)
+                self._pure = PureBf16(
+                    workload.model, self._masters, self._first, self._at_home, self.host.aliases(), undo
+                )
 
     def _raise_what_calls_keep(self, before: set[tuple[int, str]]) -> None:
         """What calls have left in the model in half precision (a recurrent state, say) meets weights in fp32 from now on."""
@@ -184,6 +193,8 @@ class PrecisionChoice(Technique):
     # -- calls ---------------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._pure is not None and self._pure.has_loops_gradients:
+            raise RefusalError(self.field, *_HELD)
         model = None if self._is_looked_at else self._model()
         if model is None or all(part in self._known for part in model.modules()):
             output = self._lowered(call, args, kwargs)

@@ -30,6 +30,7 @@ from memlab.runtime.autocast import without_autocast
 from memlab.runtime.callers import is_in_hook
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.lifetimes import held_by_others, is_shared
 from memlab.runtime.touch import Touch
 from memlab.runtime.tree import Lent, in_leaves, tensors_in
 from memlab.techniques.base import ModelCall
@@ -48,6 +49,7 @@ class PureBf16:
         first: Callable[..., Any],
         # context in which weights are on the device they are used on
         at_home: Callable[[Sequence[Any]], AbstractContextManager[Any]],
+        aliases: int,  # of each weight, which are not the loop's
         undo: ExitStack,  # takes all of it back
     ) -> None:
         self._model = weakref.ref(model)
@@ -59,11 +61,19 @@ class PureBf16:
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # parts that the loop has called by themselves
         # weights of batch norm stay beside its statistics: torch's kernels want both in one precision
         whole = {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters()}
-        for tensor in (*model.parameters(), *convertible_buffers(model)):
-            if tensor.dtype is torch.float32 and id(tensor) not in whole:
-                undo.callback(masters.join, tensor)
-                masters.split(tensor)
-        self._touch = Touch(lambda: masters.tensors, self._read_by_loop, masters.keep, self._replaced_by_loop)
+        found = {id(tensor): tensor for tensor in (*model.parameters(), *convertible_buffers(model))}
+        split = [each for each in found.values() if each.dtype is torch.float32 and id(each) not in whole]
+        held = held_by_others(split, aliases)
+        # by id: a weight, a gradient that the loop has given it and has itself, how often that was written, and what came of it
+        self._given: dict[int, tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]] = {}
+        undo.callback(self._give_gradients_back)
+        for tensor in split:
+            undo.callback(masters.join, tensor)
+            masters.split(tensor, whole=id(tensor) in held)
+        undo.callback(self._forget_dropped)
+        self._touch = Touch(
+            lambda: masters.tensors, self._read_by_loop, masters.keep, self._replaced_by_loop, self._gradient_given
+        )
         undo.callback(self._leave_alone)
         self._own_form = OwnForm(masters, self.restored)
         self._own_form.serve(model, masters.tensors, undo)
@@ -185,6 +195,28 @@ class PureBf16:
     def _replaced_by_loop(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         with torch.no_grad():
             return self._masters.replace(tensor, values)
+
+    def _gradient_given(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        made = gradient.to(tensor.dtype)
+        if made is not gradient and is_shared(gradient):
+            self._given[id(tensor)] = tensor, gradient, made._version, made
+        return made
+
+    def _forget_dropped(self) -> None:
+        self._given = {key: given for key, given in self._given.items() if given[0].grad is given[-1]}
+
+    @property
+    def has_loops_gradients(self) -> bool:
+        """Return whether a backward pass would add to gradients that the loop has elsewhere, and not be seen there."""
+        self._forget_dropped()
+        return bool(self._given)
+
+    def _give_gradients_back(self) -> None:
+        for tensor, gradient, version, made in self._given.values():
+            if made._version != version:
+                gradient.copy_(made)
+            tensor.grad = gradient
+        self._given.clear()
 
     @contextmanager
     def restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
