@@ -23,7 +23,8 @@ Numbered rules of the mechanism:
    is differentiated as it is, or made once more.
 
 Known limitations: files that a forward writes, and objects it reaches in ways `reach` does not know, are written again when the
-call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters.
+call is repeated; ``torch.autograd.grad`` from tensors that a hook has kept inside the model does not find the parameters; under
+rule 5 second derivatives come to a tensor within the model in two parts, which a hook that is not linear tells from one.
 """
 
 from __future__ import annotations

@@ -52,14 +52,27 @@ class Net(nn.Module):
         self.is_split = draw.random() < 0.3  # the heads share nothing
         self.seen: torch.Tensor | None = None
         self.notes_seen = draw.random() < 0.15
+        self.steers = draw.random() < 0.2  # the gradient of what is seen, by a function that is not linear
+        self.gain = nn.Parameter(torch.zeros(WIDTH))
+        self.caches = self.derives = False  # for several calls; its loss, in its forward
+        self.cache: torch.Tensor | None = None
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         hidden = self.trunk(inputs)
         if self.notes_seen:
             self.seen = hidden
+        if self.steers and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient / (gradient.norm() + 1))
+        if self.caches:
+            self.cache = self.gain.exp() if self.cache is None else self.cache
+            hidden = hidden * self.cache
         first, second = self.first(hidden), self.second(inputs if self.is_split else hidden)
         if targets is not None:
-            return F.cross_entropy(first, targets) + second.square().mean()
+            loss = F.cross_entropy(first, targets) + second.square().mean()
+            if self.derives:
+                loss.backward()
+                return loss.detach()
+            return loss
         forms = {"tuple": (first, second), "list": [first, second], "dict": {"a": first, "b": second}}
         return forms.get(self.form, {"a": (first, [second])})
 
@@ -133,6 +146,11 @@ class Loop:
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self.criterion(output, targets)
+
+    def steers_not(self) -> None:
+        """Second derivatives come to what is seen from two graphs, where a function of one of them is not linear."""
+        for model in self.models:
+            model.steers = False
 
     def zero(self, *optimizers: torch.optim.Optimizer) -> None:
         for optimizer in optimizers or self.optimizers:
@@ -254,6 +272,35 @@ def own_loss(loop: Loop) -> Iterator[torch.Tensor]:
 
 
 @style()
+def derived_in_the_forward(loop: Loop) -> Iterator[torch.Tensor]:
+    inputs, targets = loop.batch()
+    loop.models[0].derives = True
+    loop.zero()
+    loss = loop.models[0](inputs, targets=targets)
+    yield nn.utils.clip_grad_norm_(loop.models[0].parameters(), 0.5)
+    loop.step()
+    yield loss
+
+
+@style()
+def made_once(loop: Loop) -> Iterator[torch.Tensor]:
+    """A weight that the first of two calls computes for both."""
+    model = loop.models[0]
+    model.caches, model.cache = True, None
+    loop.zero()
+    losses = []
+    for left in (1, 0):
+        inputs, targets = loop.batch()
+        losses.append(loop.loss(heads(model(inputs))[0], targets))
+        if loop.choices[1] < 0.5:
+            losses[-1].backward(retain_graph=bool(left))
+    if loop.choices[1] >= 0.5:
+        sum(losses, torch.zeros(())).backward()
+    loop.step()
+    yield from losses
+
+
+@style()
 def several_backwards(loop: Loop) -> Iterator[torch.Tensor]:
     inputs, targets = loop.batch()
     first, second = heads(loop.models[0](inputs))
@@ -301,6 +348,7 @@ def penalised(loop: Loop) -> Iterator[torch.Tensor]:
 
 @style()
 def gradient_of_inputs(loop: Loop) -> Iterator[torch.Tensor]:
+    loop.steers_not()
     inputs, targets = loop.batch()
     inputs.requires_grad_()
     first, _ = heads(loop.models[0](inputs))
@@ -432,6 +480,7 @@ def taught(loop: Loop) -> Iterator[torch.Tensor]:
 
 @style()
 def adapted(loop: Loop) -> Iterator[torch.Tensor]:
+    loop.steers_not()
     model = loop.models[0]
     inputs, targets = loop.batch()
     names = [name for name, p in model.named_parameters() if "parametrizations" not in name]
