@@ -67,9 +67,9 @@ class _Enters(torch.autograd.Function):
     """A tensor as it comes into a call: one that may be written to, as the tensor itself may be."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient

@@ -135,7 +135,9 @@ def _frozen_of(model: nn.Module, device: torch.device) -> list[tuple[Any, str, t
         for name, each in module._parameters.items():
             if each is not None and each.requires_grad:
                 trained_bytes += each.nbytes
-            elif each is not None and own_class(each) is nn.Parameter and each.device == device and id(each) not in found:
+            elif (
+                each is not None and own_class(each) is nn.Parameter and each.device == device and id(each) not in found
+            ):
                 found[id(each)] = module._parameters, name, each
                 frozen_bytes += each.nbytes
     return list(found.values()) if frozen_bytes <= 2 * trained_bytes else []

@@ -114,24 +114,41 @@ def held_by_others(tensors: Iterable[torch.Tensor], aliases: int = 0) -> set[int
         >>> len(held_by_others([one, other, alone])), len(held_by_others([one, other, one.detach()]))
         (0, 3)
     """
-    by_storage: dict[int, list[torch.Tensor]] = {}
+    return {
+        id(each)
+        for storage, together in _by_storage(tensors).items()
+        if torch._C._storage_Use_Count(storage) > _UNSHARED - 1 + len(together) * (1 + aliases) or _overlap(together)
+        for each in together
+    }
+
+
+def overlap(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether two tensors have values in one place.
+
+    Example:
+        >>> whole = torch.ones(4)
+        >>> overlap([whole[:2], whole[2:]]), overlap([whole[:3], whole[2:]])
+        (False, True)
+    """
+    return any(map(_overlap, _by_storage(tensors).values()))
+
+
+def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    found: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.layout is torch.strided and tensor.numel():
-            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    return {id(each) for key, together in by_storage.items() if _are_held(key, together, aliases) for each in together}
+        if tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage().nbytes():
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    return found
 
 
-def _are_held(storage: int, together: Sequence[torch.Tensor], aliases: int) -> bool:
-    if torch._C._storage_Use_Count(storage) > _UNSHARED - 1 + len(together) * (1 + aliases):
-        return True
+def _overlap(together: Sequence[torch.Tensor]) -> bool:
     places = sorted((each.storage_offset(), _last_place(each)) for each in together)
     return any(start <= end for (_, end), (start, _) in pairwise(places))
 
 
 def _last_place(tensor: torch.Tensor) -> int:
-    return tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + sum(steps))
 
 
 def gradient_is_held(parameter: torch.Tensor) -> bool:

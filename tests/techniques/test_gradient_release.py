@@ -209,6 +209,23 @@ def test_two_optimizers_of_one_model_step_each_their_own() -> None:
     assert all(map(torch.equal, runs[0][1], runs[1][1]))
 
 
+def test_sparse_gradients_go_as_others_do() -> None:
+    runs = []
+    for flags in ("", "--release-grads"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 2))
+        optimizers = [torch.optim.SparseAdam([*model[0].parameters()]), torch.optim.Adam(model[1].parameters())]
+        with fit(Workload(model, optimizers), flags, [seen := Seen(model)]):
+            for _ in range(4):
+                model.zero_grad()
+                model(torch.randint(0, 20, (6, 3))).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        assert (seen.completed > 0) == bool(flags)
+        runs.append([*model.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
 def test_parameters_of_no_optimizer_keep_their_gradients() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-2)

@@ -839,3 +839,77 @@ def test_an_object_that_holds_a_number_of_the_batch_is_not_that_of_its_last_rows
     place = "figures" if keeps else "output[1].value"
     with fit(workload(model), "--accumulate 2"), pytest.raises(RefusalError, match=re.escape(place)):
         model(rows, target)
+
+
+class _Normed(torch.autograd.Function):
+    """Passes on gradients of the length one, whatever the rows are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
+class _Contrastive(nn.Linear):
+    """Features, and a learnt scale for them, as CLIP's."""
+
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__(6, 4)
+        self.logit_scale = nn.Parameter(torch.zeros(()))
+        self.normed = normed
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = super().forward(rows)
+        return _Normed.apply(rows) if self.normed else rows, self.logit_scale.exp()
+
+
+class _Cached(nn.Linear):
+    """A weight that the first call after a reset computes, for those that follow."""
+
+    cache: torch.Tensor | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = self.weight.tanh()
+        return F.linear(rows, self.cache, self.bias)
+
+
+class _Deriving(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(rows).square().mean()
+        loss.backward()
+        return loss.detach()
+
+
+def test_features_beside_a_scalar_that_is_no_loss_are_judged() -> None:
+    def loop(model: nn.Module, step: int) -> torch.Tensor:
+        features, scale = model(torch.randn(8, 6))
+        return F.cross_entropy(features * scale, torch.arange(8) % 4)
+
+    same_as_plain(lambda: _Contrastive(normed=False), loop)
+    with fit(workload(model := _Contrastive(normed=True)), "--accumulate 2"):
+        with pytest.raises(
+            RefusalError, match=r"the gradient of _Contrastive by .* is .* of its size off when the batch"
+        ):
+            model(torch.randn(8, 6))
+
+
+def test_a_call_that_goes_on_from_an_earlier_graph_is_run_whole() -> None:
+    def loop(model: nn.Module, step: int) -> torch.Tensor:
+        model.cache = None  # type: ignore[assignment]
+        return (model(torch.randn(8, 6)) - model(torch.randn(8, 6))).square().mean()
+
+    line = "a batch is run whole, since _Cached computes with a tensor that had a graph before the call (cache)"
+    assert line in same_as_plain(lambda: _Cached(6, 4), loop)
+
+
+def test_a_backward_pass_in_the_forward_is_named() -> None:
+    with fit(workload(model := _Deriving(6, 4)), "--accumulate 2"):
+        with pytest.raises(
+            RefusalError, match="_Deriving runs a backward pass in its forward, and would once for each"
+        ):
+            model(torch.randn(8, 6))
+    assert model.weight.grad is None

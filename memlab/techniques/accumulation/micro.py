@@ -232,7 +232,8 @@ class MicroRun:
         with torch.set_grad_enabled(keeps_graph or self._learnt.needs_graph):
             micro_batch, outputs = self._run(index)
         if keeps_graph and self._snapshot is not None and self._snapshot.derived():
-            if reason := earlier_graph(type(self._model).__name__, outputs.leaves, began, self._snapshot):
+            reason = earlier_graph(type(self._model).__name__, outputs.leaves, began, self._snapshot)
+            if reason:
                 raise RefusalError(_FIELD, reason, KEEP_WHOLE)
         self._gathered.sharing.note(outputs.leaves, self._before(micro_batch))
         if not keeps_graph:

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.runtime import hooks
 from memlab.runtime.dispatch import WatchingMode, defers, written_by
-from memlab.runtime.graphs import hooks_on_saved_tensors
 from memlab.runtime.graphs import hooks_on_saved_tensors
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
@@ -204,7 +203,9 @@ def recomputed(
         if watched and watch is not None:
             run.protect(watch)
         products = Products() if selective else None
-        around_again = Recomputation(part.owner if part.span is None else None, nullcontext() if products is None else products.giving())
+        around_again = Recomputation(
+            part.owner if part.span is None else None, nullcontext() if products is None else products.giving()
+        )
         body = _body(run, call, given, products)
         saved = run.saved(watched=watched)
         try:
@@ -224,9 +225,7 @@ def recomputed(
     return output
 
 
-def _body(
-    run: Run, call: Callable[..., Any], given: list[Any], products: Products | None
-) -> Callable[..., Any]:
+def _body(run: Run, call: Callable[..., Any], given: list[Any], products: Products | None) -> Callable[..., Any]:
     def body(*saved: torch.Tensor) -> Any:
         if given:
             args, kwargs = given.pop()

@@ -57,7 +57,7 @@ from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
-from memlab.runtime.lifetimes import gradient_is_held
+from memlab.runtime.lifetimes import gradient_is_held, overlap
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique, process_count
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
@@ -165,6 +165,13 @@ class GradientRelease(Technique):
                 self.field,
                 "several processes train together, and a gradient is complete here before the others have added theirs",
                 "use the engine's own sharding of gradients (ZeRO-2, FSDP2)",
+            )
+        if overlap([*workload.model.parameters(), *workload.model.buffers()]):
+            raise RefusalError(
+                self.field,
+                f"two weights of {workload.name} have their values in one place (tied by .data), and the update of one would "
+                "come before the other's gradient is computed",
+                f"tie them by making both one parameter, or {_LEAVE_OUT}",
             )
         own = {id(parameter) for parameter in workload.model.parameters()}
         if any(each is not self.predecessor and not own.isdisjoint(each._owners) for each in _hearing):

@@ -142,7 +142,7 @@ class _Delegate:
 
     def update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
         delegate = self._optimizer
-        layouts = [(parameter, parameter.stride()) for parameter in parameters if not parameter.is_contiguous()]
+        strided = [(parameter, parameter.data) for parameter in parameters if not parameter.is_contiguous()]
         delegate.state = optimizer.state
         delegate.param_groups = self._groups(optimizer, parameters)
         try:
@@ -150,7 +150,7 @@ class _Delegate:
                 unhooked_step(delegate)(delegate)
         finally:
             delegate.param_groups, delegate.state = [], {}  # type: ignore[assignment]
-        _restore_layouts(layouts)
+        _restore_layouts(strided)
         if not self.form.counts_updates:
             for parameter in parameters:
                 optimizer.state[parameter]["step"] += 1
@@ -291,11 +291,10 @@ def _unparked(parameter: Parameter, value: Any) -> Any:
     return torch.empty_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False).copy_(value)
 
 
-def _restore_layouts(layouts: Sequence[tuple[Parameter, tuple[int, ...]]]) -> None:
-    """Undo bitsandbytes' quiet change of channels-last parameters to contiguous ones."""
-    for parameter, stride in layouts:
-        if parameter.stride() != stride:
-            data = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+def _restore_layouts(strided: Sequence[tuple[Parameter, torch.Tensor]]) -> None:
+    """Undo bitsandbytes' quiet change of channels-last parameters to contiguous ones, in the data they had: others may have those."""
+    for parameter, data in strided:
+        if parameter.data_ptr() != data.data_ptr():
             parameter.data = data.copy_(parameter.data)
 
 

@@ -66,6 +66,7 @@ class PureBf16:
         held = held_by_others(split, aliases)
         # by id: a weight, a gradient that the loop has given it and has itself, how often that was written, and what came of it
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]] = {}
+        self._is_refused = False  # a call is, because of these
         undo.callback(self._give_gradients_back)
         for tensor in split:
             undo.callback(masters.join, tensor)
@@ -203,13 +204,15 @@ class PureBf16:
         return made
 
     def _forget_dropped(self) -> None:
-        self._given = {key: given for key, given in self._given.items() if given[0].grad is given[-1]}
+        if not self._is_refused:  # another plan that goes as well may have made others of them
+            self._given = {key: given for key, given in self._given.items() if given[0].grad is given[-1]}
 
     @property
     def has_loops_gradients(self) -> bool:
         """Return whether a backward pass would add to gradients that the loop has elsewhere, and not be seen there."""
         self._forget_dropped()
-        return bool(self._given)
+        self._is_refused = bool(self._given)
+        return self._is_refused
 
     def _give_gradients_back(self) -> None:
         for tensor, gradient, version, made in self._given.values():
