@@ -26,7 +26,7 @@ from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook, has_step_hook, install_step_hooks, on_first_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
-from memlab.runtime.ownership import is_made, steps_some_of, unwrap_optimizer
+from memlab.runtime.ownership import is_made, stepped_by, steps_some_of, unwrap_optimizer
 from memlab.runtime.workload import Workload
 from memlab.session import together
 from memlab.session.log import Log
@@ -193,7 +193,12 @@ class Session:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what the techniques in force have to say."""
-        return tuple(note for technique in self.techniques for note in technique.notes)
+        of_techniques = tuple(note for technique in self.techniques for note in technique.notes)
+        if not any(technique.changes_state or technique.updates_in_backward for technique in self.techniques):
+            return of_techniques
+        known = {id(p) for each in (self, *self.companions) for p in each.workload.model.parameters()}
+        others = [one for one in self.workload.optimizers if not stepped_by(one) <= known]
+        return (*of_techniques, *(_of_others(one, self.workload.name) for one in others))
 
     @property
     def host_bytes(self) -> int:
@@ -340,6 +345,12 @@ class _Rest:
         """Count a step, and return whether it was the last."""
         self.steps += 1
         return self.steps >= self._most_steps or perf_counter() - self._began_seconds > _MOST_REST_SECONDS
+
+
+def _of_others(optimizer: torch.optim.Optimizer, name: str) -> str:
+    return (
+        f"{type(optimizer).__name__} updates parameters that are none of {name}'s as well: the plan is for these, too"
+    )
 
 
 def fit(

@@ -82,11 +82,13 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload
     own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].optimizers))
     if is_of_calls and offloaded <= {"activations", "optimizer"} and (not is_of_optimizer or own == theirs):
         return
-    shared = next(one for one in sharing[0].optimizers if steps_some_of(one, workload.model))
-    raise RefusalError(
-        "session",
-        f"one {type(shared).__name__} updates {sharing[0].name} and {workload.name}, so {plan.label} cannot be "
-        "applied to each by itself",
-        "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload "
-        "activations,optimizer",
-    )
+    shared = type(next(one for one in sharing[0].optimizers if steps_some_of(one, workload.model))).__name__
+    if is_of_calls and own != theirs:
+        reason = (
+            f"one {shared} updates weights of {sharing[0].name} and of {workload.name}, and another optimizer the rest"
+        )
+        instead = "use one optimizer for both, or --accumulate, --checkpoint, --bf16 or --offload activations"
+    else:
+        reason = f"one {shared} updates {sharing[0].name} and {workload.name}"
+        instead = "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload activations,optimizer"
+    raise RefusalError("session", f"{reason}, so {plan.label} cannot be applied to each by itself", instead)

@@ -248,6 +248,41 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
         cell("%memfit undo all")
 
 
+def test_a_plan_for_one_of_two_models_under_one_optimizer_says_that_it_is_for_both(shell: Any, cell: Cell) -> None:
+    both = CASES["an actor and a critic under one optimizer"]
+    for flags, is_said in (("--adam8bit", True), ("--checkpoint", False)):
+        assert cell(SETUP + both.before).error is None
+        ran = cell(f"%%memfit --model critic {flags}\n{both.cell}")
+        note = "AdamW updates parameters that are none of Sequential's as well: the plan is for these, too"
+        assert (note in " ".join(ran.out.split())) == is_said, ran.out + ran.err
+        cell("%memfit undo all")
+
+
+def test_models_with_a_part_in_common_and_optimizers_of_their_own_are_told_what_they_can_have(cell: Cell) -> None:
+    before = """
+shared = nn.Linear(4, 4)
+one, other = nn.Sequential(shared, nn.Linear(4, 2)), nn.Sequential(shared, nn.Linear(4, 3))
+of_one, of_other = torch.optim.AdamW(one.parameters()), torch.optim.AdamW(other[1].parameters())
+"""
+    loop = """
+for _ in range(2):
+    one(torch.randn(4, 4)).sum().backward()
+    other(torch.randn(4, 4)).sum().backward()
+    of_one.step()
+    of_other.step()
+"""
+    assert cell(SETUP + before).error is None
+    ran = cell(f"%%memfit --adam8bit\n{loop}")
+    assert (ran.out + ran.err).strip() == (
+        "UsageError: session: one AdamW updates weights of one and of other, and another optimizer the rest, so --adam8bit "
+        "cannot be applied to each by itself; use one optimizer for both, or --accumulate, --checkpoint, --bf16 or --offload "
+        "activations"
+    )
+    ran = cell(f"%%memfit --accumulate 2 --bf16 --offload activations\n{loop}")
+    assert ran.error is None, ran.err
+    cell("%memfit undo all")
+
+
 def test_what_a_backward_pass_computes_again_is_no_model_of_the_cell(shell: Any, cell: Cell) -> None:
     both = CASES["an actor and a critic under one optimizer"]
     assert cell(SETUP + both.before).error is None
