@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.errors import MemlabError, TraceError
+from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.live.feed import Feed
-from memlab.live.live_model import LiveModel, measured_steps
+from memlab.live.live_model import NEEDS_LOSS, LiveModel, measured_steps
 from memlab.live.live_predictions import LivePredictions, calibration
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
@@ -130,10 +130,11 @@ class Control(Observer):
     def begin(self, workload: Workload, capacity_bytes: int | None = None, budget_bytes: int | None = None) -> None:
         """Take a workload under control, with its batch where that is known: a session that only watches, unless it has one."""
         self.follow(session_of(workload.model) or fit(workload.held_weakly()))
-        self.model.loss_fn = workload.loss_fn or self.model.loss_fn
-        self.model.batch = workload.batch if workload.batch is not None else self.model.batch
+        if workload.batch is not None:
+            self.model.batch, self.model.loss_fn = workload.batch, workload.loss_fn
         self.capacity_bytes = capacity_bytes or self.capacity_bytes
         self._budget_bytes = budget_bytes or self._budget_bytes
+        self.draw()  # panels that are open already
 
     def training_begins(self, session: Session, meter: Meter, beside: Control | None = None) -> None:
         """A cell trains the model from now on, perhaps beside that of another control, and a meter measures it."""
@@ -219,6 +220,9 @@ class Control(Observer):
         """Remember an optimizer, for the session after this one."""
         self.model.optimizer_found(optimizer)
 
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self.model.returns_loss = loss is not None
+
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
         if self._hold.is_off or (self._is_beside and self._is_other_in_step()):
@@ -301,7 +305,8 @@ class Control(Observer):
             return Can.NOTHING
         if self._activity is Activity.IDLE:
             is_free = self.stage.can_play and self.model.batch is not None and not self.is_taken()
-            return Can.SWITCH | Can.UNDO | (Can.RUN | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
+            run = Can.RUN if self.model.has_loss else Can.NOTHING
+            return Can.SWITCH | Can.UNDO | (run | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
         paused = Can.RESUME if self._hold.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
@@ -500,6 +505,8 @@ class Control(Observer):
 
     def _run(self, *, keep: bool) -> None:
         workload = self.model.workload()
+        if not self.model.has_loss:
+            raise WorkloadError(NEEDS_LOSS)
         if self._playing is not None or Can.RUN not in self.can():
             return
         self._stop_predicting()

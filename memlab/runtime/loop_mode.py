@@ -2,14 +2,16 @@
 
 It stands at the bottom of the stack of function modes, so that modes of the loop's may be entered and left while
 it is there: leaving one takes whatever is on top. Only torch's own for a default device is below.
-Between two cells of a notebook there is no loop, and none of these modes (`pause`, `resume`).
+Between two cells of a notebook there is no loop, and none of these modes (`pause`, `resume`), except where memlab makes
+steps of the loop there (`resumed`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -111,10 +113,12 @@ def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 
 
 _paused: set[LoopMode] = set()
+_between_cells = threading.Event()
 
 
 def pause() -> None:
     """Take these modes off the stack of this thread, until `resume`."""
+    _between_cells.set()
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mine = [mode for mode in stack if isinstance(mode, LoopMode)]
     if mine:
@@ -124,8 +128,21 @@ def pause() -> None:
 
 def resume() -> None:
     """Put back what `pause` took off and what has not ended since."""
+    _between_cells.clear()
     while _paused:
         _paused.pop().begin()
+
+
+@contextmanager
+def resumed() -> Iterator[None]:
+    """Watch within as in a cell: what is done there is the loop's, though no cell runs."""
+    is_between = _between_cells.is_set()
+    resume()
+    try:
+        yield
+    finally:
+        if is_between:
+            pause()
 
 
 def _default_device() -> Any:

@@ -497,6 +497,13 @@ def test_a_run_whose_model_gives_no_loss_says_so(workload: Workload) -> None:
     stage.played[0].advance()
     assert "returned no loss" in control.moment().errors[0]
     assert control.moment().activity is Activity.IDLE
+    assert Can.RUN not in control.can()  # by now it is known
+    control.run(keep=False)
+    stage.idle()
+    assert control.moment().errors == (
+        "WorkloadError: the loop computes the loss itself: name a loss function, as in %memfit panel --batch "
+        "inputs,target --loss-fn NAME",
+    )
     session_of_control(control).undo()
 
 
