@@ -99,7 +99,7 @@ _LINES_BEFORE_CALL = 2
 
 
 def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call what a mode was told of, from a frame of the loop's file and line: a warning shows where it was called.
+    """Call what a mode was told of, from a frame of the loop's file, function and line: a warning shows where it was called.
 
     For `__torch_function__` alone, which must call it itself.
     """
@@ -108,7 +108,10 @@ def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     if frame.f_globals.get("__name__") == "torch.overrides" and frame.f_back is not None:
         frame = frame.f_back.f_back or frame  # past a function of Python, which has handed itself over
     line = max(1, frame.f_lineno - _LINES_BEFORE_CALL)
-    code = _called.__code__.replace(co_filename=frame.f_code.co_filename, co_firstlineno=line)
+    asking = frame.f_code
+    code = _called.__code__.replace(
+        co_filename=asking.co_filename, co_name=asking.co_name, co_qualname=asking.co_qualname, co_firstlineno=line
+    )
     return FunctionType(code, frame.f_globals)(func, args, kwargs)
 
 
