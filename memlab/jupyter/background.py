@@ -274,7 +274,7 @@ class BackgroundWatch(CellWatch):
         super().attach(workload, alone=alone)
         session = session_of(workload.model)
         if session is not None:
-            self._job.trains(workload.model, self._control)
+            self._job.trains(workload.model, next(iter(self._controls), None))
             self._undo.callback(setattr, self._job, "control", None)
             # before anybody has begun a step
             session.observers.add(self._job, first=True)

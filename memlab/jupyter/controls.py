@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memlab.exporting import TARGETS
+from memlab.live.live_model import NEEDS_LOSS
 from memlab.live.live_predictions import effect_of
 from memlab.live.source import Can, Source
 from memlab.plan import FIELDS, PlanField
@@ -158,7 +159,7 @@ class Controls:
 def _reasons(can: Can, moment: Moment) -> dict[str, str | None]:
     """Why each button is greyed out, empty where that is plain; None for one that can be pressed."""
     unknown = _NEEDS_BATCH if Can.UNDO in can and Can.CANCEL not in can else ""
-    run = None if Can.RUN in can else unknown
+    run = None if Can.RUN in can else NEEDS_LOSS if Can.PREDICT in can else unknown
     return {
         "run": run,
         "keep": run,

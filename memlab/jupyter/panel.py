@@ -274,7 +274,7 @@ def bring_up_to_date(control: Control, history: History) -> None:
     """Tell a control what cells have measured and predicted."""
     control.know(history.measurements, (*history.plan_space, *history.predicted.values()))
     if history.batch is not None:
-        control.model.batch, control.model.tape = history.batch, history.tape
+        control.model.called_in_loop(history.batch, history.tape)
 
 
 def _has_page(shell: Shell | None) -> bool:

@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import reduce
 from time import monotonic
 from typing import Any
 
@@ -79,7 +80,8 @@ def workloads_of(
                 _require_batch(command, history_of(each.model).batch)
         return [with_loop(each, history_of) for each in found]
     live = found[0]
-    batch: Any = history_of(live.model).batch if any(s.workload.model is live.model for s in together) else None
+    is_last = any(each.workload.model is live.model for each in together)
+    batch, known_loss_fn = _batch_and_loss(live, history_of(live.model).batch if is_last else None)
     if options.batch:
         values = tuple(_variable(namespace, "--batch", name) for name in options.batch)
         batch = values[0] if len(values) == 1 else values
@@ -87,7 +89,7 @@ def workloads_of(
         if all(isinstance(leaf, (str, bytes, numbers.Number)) for leaf in tree_leaves(batch)):
             what = f"{type(batch).__name__} without a tensor; name what the model is called with"
             raise WorkloadError(f"--batch {','.join(options.batch)}: {what}")
-    loss_fn = _variable(namespace, "--loss-fn", options.loss_fn) if options.loss_fn else live.loss_fn
+    loss_fn = _variable(namespace, "--loss-fn", options.loss_fn) if options.loss_fn else known_loss_fn
     if options.loss_fn and not callable(loss_fn):
         raise WorkloadError(
             f"--loss-fn {options.loss_fn}: a {type(loss_fn).__name__} cannot be called; name what is called with output and target"
@@ -112,9 +114,16 @@ def _require_batch(command: str, batch: Any) -> None:
 def with_loop(live: Workload, history_of: Callable[[nn.Module], History]) -> Workload:
     """A workload with the largest batch of the last cell, and a step of the loop that trains it with others."""
     history = history_of(live.model)
-    workload = Workload(live.model, live.optimizers, history.batch, live.loss_fn, live.scheduler, live.name)
+    batch, loss_fn = _batch_and_loss(live, history.batch)
+    workload = Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
     workload.tape = history.tape
     return workload
+
+
+def _batch_and_loss(live: Workload, called_with: Batch | None) -> tuple[Any, Any]:
+    """Return inputs and target with the loss function that takes them, where a workload has both, else what its loop calls it with."""
+    has_both = live.loss_fn is not None and live.batch is not None
+    return (live.batch, live.loss_fn) if has_both else (called_with, None)
 
 
 def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> None:
@@ -143,9 +152,11 @@ def one_or_all(workloads: Sequence[Workload]) -> Workloads:
 
 
 def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
-    if name not in namespace:
-        raise WorkloadError(f"{flag} {name}: no variable of that name")
-    return namespace[name]
+    first, *attributes = name.split(".")
+    try:
+        return reduce(getattr, attributes, namespace[first])
+    except (KeyError, AttributeError):
+        raise WorkloadError(f"{flag} {name}: no variable of that name") from None
 
 
 # -- %memfit predict ---------------------------------------------------------------

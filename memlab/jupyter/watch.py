@@ -91,7 +91,7 @@ class CellWatch:
         self._rescue = rescue
         self._control_of = control_of
         self._name_of = name_of
-        self._control: Control | None = None
+        self._controls: list[Control] = []  # of the models that are measured
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
         self._meter: Meter | None = None
@@ -121,7 +121,8 @@ class CellWatch:
     def forget(self) -> None:
         """Keep nothing of the user's any more."""
         self.sessions, self._models, self._fresh, self._unmeasured = [], [], [], []
-        self._meter, self._control, self._device = None, None, None
+        self._meter, self._device = None, None
+        self._controls = []
         self.notes = Notes(self._step_ended, self._broke_off)
         self._largest = [self.notes]
 
@@ -323,6 +324,7 @@ class CellWatch:
         for optimizer in session.workload.optimizers:
             meter.optimizer_found(optimizer)
         self._watch(session, BesideInCell(meter, number, self.notes))
+        self._let_steer(session)
 
     def _is_on_measured_thread(self) -> bool:
         """Return whether this is the thread of the first model, or that one is over."""
@@ -348,17 +350,20 @@ class CellWatch:
         """Have panels follow the cell, and whoever uses them steer it."""
         if self._control_of is None or self._meter is None:
             return
-        self._control = control = self._control_of(session.workload.model)
-        if self._progress is not None:
+        control = self._control_of(session.workload.model)
+        first = next(iter(self._controls), None)
+        if self._progress is not None and first is None:
             self._undo.callback(control.watch(self._progress.draw, self._progress.AFTER_SECONDS))
-        control.training_begins(session, self._meter)
+        control.training_begins(session, self._meter, first)
+        self._controls.append(control)
         self._undo.callback(control.training_ended)
         self._undo.callback(control.stepped)
 
     def _step_ended(self) -> None:
         """Have views follow; many short steps are taken in at once."""
-        if self._control is not None and perf_counter() >= self._next_told_seconds:
-            self._control.stepped()
+        if self._controls and perf_counter() >= self._next_told_seconds:
+            for control in self._controls:
+                control.stepped()
             self._next_told_seconds = perf_counter() + _LEAST_SECONDS_BETWEEN
         if self._looking is None and self._meter is not None and (steps := self._meter.steps_to_pass()):
             self.sessions[0].rest(steps)

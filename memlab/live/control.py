@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.errors import MemlabError, TraceError
+from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.live.feed import Feed
-from memlab.live.live_model import LiveModel, measured_steps
+from memlab.live.live_model import NEEDS_LOSS, LiveModel, measured_steps
 from memlab.live.live_predictions import LivePredictions, calibration
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
@@ -96,9 +96,10 @@ class Control(Observer):
         self._pace = Pace()
         # settings and status are cheap: they follow sooner than figures can
         self._status_pace = Pace(share=_STATUS_SHARE)
-        self._activity = Activity.IDLE
         self._doing = ""
         self._hold = Hold()
+        self._is_beside = False  # whether the hold is another control's, whose loop trains this model as well
+        self._is_undo_waiting = False  # until no cell runs, or something else is asked for
         self._playing: Playing | None = None
         self._predicting: Playing | None = None
         self._is_predictable = True
@@ -129,16 +130,20 @@ class Control(Observer):
     def begin(self, workload: Workload, capacity_bytes: int | None = None, budget_bytes: int | None = None) -> None:
         """Take a workload under control, with its batch where that is known: a session that only watches, unless it has one."""
         self.follow(session_of(workload.model) or fit(workload.held_weakly()))
-        self.model.loss_fn = workload.loss_fn or self.model.loss_fn
-        self.model.batch = workload.batch if workload.batch is not None else self.model.batch
+        if workload.batch is not None:
+            self.model.batch, self.model.loss_fn = workload.batch, workload.loss_fn
         self.capacity_bytes = capacity_bytes or self.capacity_bytes
         self._budget_bytes = budget_bytes or self._budget_bytes
+        self.draw()  # panels that are open already
 
-    def training_begins(self, session: Session, meter: Meter) -> None:
-        """A cell trains the model from now on, and a meter measures it."""
+    def training_begins(self, session: Session, meter: Meter, beside: Control | None = None) -> None:
+        """A cell trains the model from now on, perhaps beside that of another control, and a meter measures it."""
         if self._playing is not None:
             self._playing.cancel()
+        self._is_undo_waiting = False  # it has asked for the plan that changes nothing, which comes with the first step
         self.follow(session)
+        if beside is not None:
+            self._hold, self._is_beside = beside._hold, True
         # asked for when the cell ran already and had no session yet
         with self._lock:
             wanted = self._pending_changes.ask_again(session.plan)
@@ -189,8 +194,9 @@ class Control(Observer):
         self.world = "the cell trains in the background: clicks are applied at the next step" if is_beside else ""
         self.capacity_bytes = meter.device.capacity_bytes
         self._title = f"memfit · {session.workload.describe().rpartition(' · ')[0]} · {meter.device.name}"
-        self._hold.reset()
-        self._activity = activity
+        if not self._is_beside:
+            self._hold.reset()
+            self._hold.activity = activity
         with self._lock:
             self.feed.begin(meter, session.steps)
         self._pace, self._status_pace = Pace(), Pace(share=_STATUS_SHARE)
@@ -201,8 +207,10 @@ class Control(Observer):
             self.feed.end()
         self._meter = None
         self.world = ""
+        if self._is_beside:
+            self._hold, self._is_beside = Hold(), False
         self._hold.reset()
-        self._activity = Activity.IDLE
+        self._hold.activity = Activity.IDLE
         self.draw()
         self._request_waiting()
 
@@ -212,9 +220,12 @@ class Control(Observer):
         """Remember an optimizer, for the session after this one."""
         self.model.optimizer_found(optimizer)
 
+    def forward_ended(self, loss: torch.Tensor | None) -> None:
+        self.model.returns_loss = loss is not None
+
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
-        if self._hold.is_off:
+        if self._hold.is_off or (self._is_beside and self._is_other_in_step()):
             return
         with self._lock:
             # many short steps are taken in together
@@ -223,16 +234,21 @@ class Control(Observer):
             self._stand_still()
         self._hold.end_if_cancelled(self.feed.step)
 
+    def _is_other_in_step(self) -> bool:
+        """Return whether another model of the loop has been called and not stepped: the loop is not between two steps."""
+        return self.session is not None and any(each.position.is_within_step for each in self.session.companions)
+
     def _stand_still(self) -> None:
         if self._meter is not None:
             self._meter.pause()
-        activity, self._activity = self._activity, Activity.PAUSED
-        self.draw()
+        hold = self._hold
+        activity, hold.activity = hold.activity, Activity.PAUSED
+        self._draw_all()
         try:
-            self._hold.wait()
+            hold.wait()
         finally:
-            self._activity = activity
-        self.draw()
+            hold.activity = activity
+        self._draw_all()
 
     def plan_changed(self, plan: Plan) -> None:
         with self._lock:
@@ -242,7 +258,7 @@ class Control(Observer):
             self.feed.take_in()
             self.feed.plan_changed(plan, step)
             self._events.append(f"step {step}: {before.label} → {plan.label}")
-        self._pace.hurry()
+        self._draw_soon()
 
     def plan_asked(self, plan: Plan) -> None:
         """Show what was asked for in another panel, of a model that trains in the same loop."""
@@ -289,7 +305,8 @@ class Control(Observer):
             return Can.NOTHING
         if self._activity is Activity.IDLE:
             is_free = self.stage.can_play and self.model.batch is not None and not self.is_taken()
-            return Can.SWITCH | Can.UNDO | (Can.RUN | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
+            run = Can.RUN if self.model.has_loss else Can.NOTHING
+            return Can.SWITCH | Can.UNDO | (run | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
         paused = Can.RESUME if self._hold.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
@@ -304,14 +321,38 @@ class Control(Observer):
     def draw(self, *, figures: bool = True) -> None:
         self._views.draw(self.moment, figures=figures)
 
+    def _draw_soon(self) -> None:
+        """Draw at the end of the step; at once where no steps are told of, as in cells without the magic."""
+        self._pace.hurry()
+        if self._activity is Activity.IDLE:
+            self.draw()
+
+    def _draw_all(self, *, figures: bool = True) -> None:
+        """Draw the views of every model of the loop."""
+        session = self.session
+        others = (_controls.get(each.workload.model) for each in (session.companions if session is not None else ()))
+        for each in (self, *others):
+            if each is not None and each._hold is self._hold:
+                each.draw(figures=figures)
+
     def report(self, error: BaseException) -> None:
         """Tell an error of a callback or of a view; views show it."""
         self._views.report(error)
 
     # -- what views ask ------------------------------------------------------------------------
 
+    @property
+    def _activity(self) -> Activity:
+        return self._hold.activity
+
+    @property
+    def _trains_in_cell(self) -> bool:
+        """Whether a cell trains the model, be it paused."""
+        return self._activity is not Activity.IDLE and self._playing is None
+
     def ask(self, field: str, text: str) -> None:
         self._views.errors.clear()
+        self._is_undo_waiting = False
         with self._lock:
             plan = self._pending_changes.ask(field, text)
         if plan is not None:
@@ -320,6 +361,7 @@ class Control(Observer):
 
     def ask_plan(self, plan: Plan) -> None:
         self._views.errors.clear()
+        self._is_undo_waiting = False
         with self._lock:
             self._pending_changes.ask_plan(plan)
         self._ask_for(plan)
@@ -340,7 +382,7 @@ class Control(Observer):
             self._hold.begin()
             if self._playing is not None:
                 self._playing.pause()
-                self._activity = Activity.PAUSED
+                self._hold.activity = Activity.PAUSED
             self._changed()
 
     def resume(self) -> None:
@@ -348,7 +390,7 @@ class Control(Observer):
         if self._playing is not None and self._activity is Activity.PAUSED:
             if self._meter is not None:
                 self._meter.pause()
-            self._activity = Activity.MEASURING
+            self._hold.activity = Activity.MEASURING
             self._playing.resume()
         self._changed()
 
@@ -370,12 +412,16 @@ class Control(Observer):
         self._when_idle(lambda: self._predict(then_choose=True))
 
     def undo(self) -> None:
-        """Give the workload back as it was; while it trains, take every setting off."""
-        if self._activity is Activity.TRAINING:
+        """Give the workload back as it was; while a cell trains it, take every setting off."""
+        if self._trains_in_cell:
             self.ask_plan(Plan())
             return
         if self._playing is not None:
             self.stage.when_idle(self._playing.cancel)
+        elif self.session is not None:
+            # for a loop that comes before this is done, or that trains without the magic
+            self.session.switching.ask(Plan())
+        self._is_undo_waiting = True
         self._when_idle(self._undo)
 
     # -- doing it ------------------------------------------------------------------------------
@@ -449,7 +495,7 @@ class Control(Observer):
                 self._request(wanted)
             elif session is not None:
                 session.switching.ask(None)
-        self._pace.hurry()
+        self._draw_soon()
 
     def _attached(self) -> Session:
         """A session on the model, made if there is none."""
@@ -459,6 +505,8 @@ class Control(Observer):
 
     def _run(self, *, keep: bool) -> None:
         workload = self.model.workload()
+        if not self.model.has_loss:
+            raise WorkloadError(NEEDS_LOSS)
         if self._playing is not None or Can.RUN not in self.can():
             return
         self._stop_predicting()
@@ -478,7 +526,7 @@ class Control(Observer):
 
     def _run_ended(self, error: BaseException | None) -> None:
         self._playing = None
-        self._activity = Activity.IDLE
+        self._hold.activity = Activity.IDLE
         if error is not None:
             self.report(error)
         self.draw()
@@ -493,6 +541,9 @@ class Control(Observer):
             self.stage.when_idle(self._apply_waiting)
 
     def _undo(self) -> None:
+        if not self._is_undo_waiting:
+            return
+        self._is_undo_waiting = False
         session = self.session
         if session is not None:
             session.undo()
@@ -548,9 +599,9 @@ class Control(Observer):
         self.draw()
 
     def _changed(self) -> None:
-        """Show what was asked: figures as well where no steps come to draw them."""
+        """Show what was asked, in every panel of the loop: figures as well where no steps come to draw them."""
         try:
-            self.draw(figures=self._activity not in _RUNNING)
+            self._draw_all(figures=self._activity not in _RUNNING)
         except Exception as error:  # noqa: BLE001 - whoever asks is a widget's callback, which swallows errors
             self.report(error)
 

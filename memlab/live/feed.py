@@ -52,8 +52,9 @@ class Feed:
         return self._track.newest
 
     def begin(self, meter: Meter, step: int) -> None:
-        """Follow a meter whose first step comes after step `step`."""
-        self._meter, self._before, self._seen = meter, step, 0
+        """Follow a meter whose next step comes after step `step`."""
+        self._meter, self._seen = meter, meter.times.steps_ended
+        self._before = step - self._seen
         self._of_old = dict(self.measurements)
         self.step = max(self.step, step)
 

@@ -16,10 +16,16 @@ from memlab.measuring.runs import require_complete, training_step
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
+from memlab.runtime.batch import Batch
+from memlab.runtime.loop_mode import resumed
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
 from memlab.session.tape import Tape
+
+NEEDS_LOSS = (
+    "the loop computes the loss itself: name a loss function, as in %memfit panel --batch inputs,target --loss-fn NAME"
+)
 
 
 class LiveModel:
@@ -32,6 +38,7 @@ class LiveModel:
         self.tape: Tape | None = None  # a step of its loop on such a batch, where one was recorded
         # called as ``loss_fn(output, target)``; None when the model returns its own loss
         self.loss_fn: Callable[..., torch.Tensor] | None = None
+        self.returns_loss: bool | None = None  # whether its newest call did; None before
         self._gone = gone  # called by whatever thread collects the model
         self._model = weakref.ref(model, self._forget)
         self._session: weakref.ref[Session] | None = None
@@ -46,6 +53,16 @@ class LiveModel:
         """The session of the model, while it is attached."""
         session = self._session() if self._session is not None else None
         return session if session is not None and session.attached else None
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether steps can be made by themselves, as far as is known."""
+        return self.loss_fn is not None or self.returns_loss is not False
+
+    def called_in_loop(self, batch: Batch, tape: Tape | None) -> None:
+        """Take in what the loop calls it with, unless inputs and target for a loss function were named."""
+        if self.loss_fn is None:
+            self.batch, self.tape = batch, tape
 
     def follow(self, session: Session) -> None:
         """Take a session for the model's, and what it knows."""
@@ -131,8 +148,9 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
     start = session.plan
     before = None if keep else Snapshot(workload)
     # those of the loop's last step, where it drops them at the top
-    for optimizer in workload.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    with resumed():
+        for optimizer in workload.optimizers:
+            optimizer.zero_grad(set_to_none=True)
     if before is None:
         yield from _steps(workload)
         return
@@ -147,7 +165,9 @@ def _steps(workload: Workload) -> Generator[float]:
     workload.model.train()
     try:
         while True:
-            yield training_step(workload)
+            with resumed():
+                loss = training_step(workload)
+            yield loss
     finally:
         for module, was_training in modes.items():
             module.training = was_training

@@ -1,7 +1,7 @@
 """The stage on which a run makes its steps, and holding it.
 
-`Stage`: where work that must not meet a running cell is done; in a notebook, the kernel's main thread. `Hold`: holds or ends the
-loop that trains in a cell, between two steps.
+`Stage`: where work that must not meet a running cell is done; in a notebook, the kernel's main thread. `Hold`: what a loop does,
+and holding or ending it between two steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from memlab.errors import SessionError
+from memlab.records.live_state import Activity
 
 BESIDE_CELLS = "steps beside cells need a notebook's event loop; in a terminal, run them in a loop"
 _LOOK_SECONDS = 0.1
@@ -65,9 +66,13 @@ class Cancelled(KeyboardInterrupt):
 
 
 class Hold:
-    """Request to the loop for the next step boundary; set from any thread."""
+    """What a loop does, and what is asked of it for the next step boundary; set from any thread.
+
+    The controls of models that train in one loop share it.
+    """
 
     def __init__(self) -> None:
+        self.activity = Activity.IDLE
         self.is_cancelled = False
         self._go = threading.Event()
         self._go.set()

@@ -2,14 +2,16 @@
 
 It stands at the bottom of the stack of function modes, so that modes of the loop's may be entered and left while
 it is there: leaving one takes whatever is on top. Only torch's own for a default device is below.
-Between two cells of a notebook there is no loop, and none of these modes (`pause`, `resume`).
+Between two cells of a notebook there is no loop, and none of these modes (`pause`, `resume`), except where memlab makes
+steps of the loop there (`resumed`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -97,7 +99,7 @@ _LINES_BEFORE_CALL = 2
 
 
 def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call what a mode was told of, from a frame of the loop's file and line: a warning shows where it was called.
+    """Call what a mode was told of, from a frame of the loop's file, function and line: a warning shows where it was called.
 
     For `__torch_function__` alone, which must call it itself.
     """
@@ -106,15 +108,20 @@ def called_from_loop(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     if frame.f_globals.get("__name__") == "torch.overrides" and frame.f_back is not None:
         frame = frame.f_back.f_back or frame  # past a function of Python, which has handed itself over
     line = max(1, frame.f_lineno - _LINES_BEFORE_CALL)
-    code = _called.__code__.replace(co_filename=frame.f_code.co_filename, co_firstlineno=line)
+    asking = frame.f_code
+    code = _called.__code__.replace(
+        co_filename=asking.co_filename, co_name=asking.co_name, co_qualname=asking.co_qualname, co_firstlineno=line
+    )
     return FunctionType(code, frame.f_globals)(func, args, kwargs)
 
 
 _paused: set[LoopMode] = set()
+_between_cells = threading.Event()
 
 
 def pause() -> None:
     """Take these modes off the stack of this thread, until `resume`."""
+    _between_cells.set()
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mine = [mode for mode in stack if isinstance(mode, LoopMode)]
     if mine:
@@ -124,8 +131,21 @@ def pause() -> None:
 
 def resume() -> None:
     """Put back what `pause` took off and what has not ended since."""
+    _between_cells.clear()
     while _paused:
         _paused.pop().begin()
+
+
+@contextmanager
+def resumed() -> Iterator[None]:
+    """Watch within as in a cell: what is done there is the loop's, though no cell runs."""
+    is_between = _between_cells.is_set()
+    resume()
+    try:
+        yield
+    finally:
+        if is_between:
+            pause()
 
 
 def _default_device() -> Any:

@@ -23,6 +23,7 @@ from memlab.live.control import Control, control_of  # noqa: E402
 from memlab.plan import Plan  # noqa: E402
 from memlab.runtime.workload import Workload  # noqa: E402
 from memlab.session import session_of  # noqa: E402
+from tests.helpers.hand import Hand  # noqa: E402
 from tests.helpers.stages import Playing  # noqa: E402
 from tests.jupyter.conftest import STEP, TRAIN, Cell  # noqa: E402
 from tests.jupyter.test_refusals import one_line  # noqa: E402
@@ -168,6 +169,58 @@ for number in range(9):
     made("1")  # a later cell: what IPython keeps of the last error is past
     gc.collect()
     assert gone() is None
+
+
+def test_a_run_between_two_cells_that_free_gradients_is_measured_like_their_steps(made: Cell, shell: Any) -> None:
+    # the last step's gradients are dropped at the top: by the run, and by the cell after it
+    loop = "for _ in range(3):\n" + textwrap.indent(
+        "optimizer.zero_grad()\nloss_fn(model(inputs), target).backward()\noptimizer.step()\n", "    "
+    )
+    made("loss_fn = torch.nn.functional.cross_entropy")
+    assert made(f"%%memfit --release-grads\n{loop}").error is None
+    made("%memfit panel --batch inputs,target --loss-fn loss_fn")
+    control = control_of(shell.user_ns["model"])
+    stage = control.stage = Playing()
+    before = {name: value.clone() for name, value in shell.user_ns["model"].state_dict().items()}
+    control.run(keep=False)
+    for _ in range(3):
+        assert stage.played[-1].advance()
+    control.cancel()
+    assert not control.moment().errors
+    assert control.moment().step == 6
+    assert all(bool((value == before[name]).all()) for name, value in shell.user_ns["model"].state_dict().items())
+    assert made(f"%%memfit\n{loop}").error is None
+    assert made("print(model[0].weight.grad is None)").error is None
+
+
+def test_a_run_waits_for_a_loss_function_where_the_loop_computes_the_loss(made: Cell, shell: Any) -> None:
+    made(f"%%memfit\n{TRAIN}")
+    made("%memfit panel")
+    control = control_of(shell.user_ns["model"])
+    stage = control.stage = Playing()
+    panel = Panel(control)
+    hand = Hand(panel)
+    assert hand.shown["off"]["run"] == (
+        "the loop computes the loss itself: name a loss function, as in %memfit panel --batch inputs,target --loss-fn NAME"
+    )
+    assert hand.shown["off"]["find"] == "set a budget first"
+    named = "%memfit panel --batch inputs,target --loss-fn torch.nn.functional.cross_entropy"
+    assert made(named).error is None
+    made(f"%%memfit\n{TRAIN}")  # what the loop calls the model with goes with no loss function
+    control.draw()
+    hand.press("run")
+    assert stage.played[-1].advance()
+    hand.press("cancel")
+    assert not hand.shown["errors"]
+    panel.close()
+
+
+def test_inputs_and_target_of_a_session_stay_together(made: Cell) -> None:
+    made("import memlab, torch.nn.functional as F")
+    made("session = memlab.fit(memlab.Workload(model, optimizer, (inputs, target), F.cross_entropy))")
+    made(f"%%memfit\n{TRAIN}")
+    for line in ("%memfit panel", "%memfit predict --checkpoint", '%memfit compare "--accumulate 2"'):
+        assert made(line).error is None, line
 
 
 def test_a_run_of_the_panel_leaves_its_receipt(made: Cell, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

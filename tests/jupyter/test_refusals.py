@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import textwrap
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -447,3 +448,34 @@ def test_a_plan_that_one_of_several_models_is_refused_stays_on_none(cell: Cell) 
 def test_a_loop_under_a_default_device_is_no_reader_of_gradients(made: Cell) -> None:
     indented = TRAIN.replace("\n", "\n    ")
     assert made(f"%%memfit --release-grads\nwith torch.device('cpu'):\n    {indented}").error is None
+
+
+AFTER_STEP = (
+    "gradients: the loop uses gradients after optimizer.step(){}, when they are gone; leave --release-grads out"
+)
+READING = """
+for _ in range(3):
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    optimizer.step()
+    model[0].weight.grad.norm()
+"""
+IN_FUNCTION = f"def my_loop():\n{textwrap.indent(READING, '    ')}"
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (READING, ""),
+        (f"{IN_FUNCTION}my_loop()", " (in my_loop)"),
+        (f"{IN_FUNCTION}with torch.device('cpu'):\n    my_loop()", " (in my_loop)"),
+    ],
+    ids=["cell", "function", "under a default device"],
+)
+def test_the_place_that_a_refusal_names_is_the_users(made: Cell, body: str, place: str) -> None:
+    assert one_line(made(f"%%memfit --release-grads\n{body}")) == AFTER_STEP.format(place)
+
+
+def test_a_module_that_is_moved_is_no_reader_of_gradients(made: Cell) -> None:
+    moving = READING.replace("model[0].weight.grad.norm()", "model.double().float()")
+    assert made(f"%%memfit --release-grads\n{moving}").error is None

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.live.control import control_of
 from memlab.records import LOOP, Category
+from memlab.records.live_state import Activity
 from memlab.session import session_of, sessions
+from tests.helpers.stages import Later
 from tests.jupyter.conftest import Cell
 from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
@@ -117,6 +120,33 @@ def test_commands_are_about_all_of_them(shell: Any, cell: Cell) -> None:
     ]
     assert cell("%memfit undo").out.splitlines() == ["memfit: G is as it was", "memfit: D is as it was"]
     assert sessions() == ()
+
+
+@pytest.mark.parametrize("clicked", ["G", "D"])
+def test_the_panel_of_each_follows_and_steers_the_loop(shell: Any, cell: Cell, clicked: str) -> None:
+    cell(SETUP + GAN)
+    cell(f"%%memfit\n{GAN_LOOP}")
+    controls = {name: control_of(shell.user_ns[name]) for name in ("G", "D")}
+    shown: list[tuple[str, str]] = []
+
+    def look(step: int) -> None:
+        moments = [each.moment() for each in controls.values()]
+        states = [f"{each.activity}: {(each.plan if each.pending is None else each.pending).label}" for each in moments]
+        shown.append((states[0], states[1]))
+        if step == 0:
+            controls[clicked].ask("accumulation", "2")
+        if step == 2:
+            controls[clicked].undo()
+
+    for each in controls.values():
+        each.stage = Later()
+    shell.user_ns["look"] = look
+    ran = cell(f"%%memfit\n{GAN_LOOP.replace('_ in', 'i in')}    look(i)\n")
+    assert ran.error is None, ran.err
+    plans_seen = ("as written", "--accumulate 2", "--accumulate 2", "as written")
+    assert shown == [(f"training: {plan}",) * 2 for plan in plans_seen]
+    assert plans() == {"G": "as written", "D": "as written"}
+    assert [each.moment().activity for each in controls.values()] == [Activity.IDLE] * 2
 
 
 @pytest.mark.parametrize(("made", "loop"), [(GAN, GAN_LOOP), (BOTH, BOTH_LOOP)], ids=["apart", "one optimizer"])

@@ -216,6 +216,55 @@ def test_clicks_on_two_models_of_one_loop_add_up(workload: Workload) -> None:
         assert panel.moment().pending is None
 
 
+def test_each_model_of_a_loop_has_a_panel_that_shows_and_holds_the_loop(workload: Workload) -> None:
+    other, control = Blocks(), control_of(workload.model)
+    control.begin(workload)
+    beside = Workload(other, torch.optim.SGD(other.parameters(), lr=0.1), workload.batch, mse_loss)
+    session, second = session_of_control(control), fit(beside)
+    train_together([session, second])
+    panel = control_of(other)
+    panel.stage = stage = Later()
+    shown: list[Activity] = []
+    end_watching = panel.watch(lambda moment: shown.append(moment.activity))
+
+    def resumed(moment: Moment) -> None:
+        if moment.activity is Activity.PAUSED:
+            panel.resume()
+
+    end_resuming = control.watch(resumed)
+    with session, second, Cell(control, workload) as cell:
+        panel.training_begins(second, cell.meter, control)
+        assert shown[-1] is Activity.TRAINING
+        assert panel.can() == Can.SWITCH | Can.PAUSE | Can.CANCEL | Can.UNDO
+        panel.ask("accumulation", "2")
+        step(workload)
+        step(beside)
+        assert session.plan == second.plan == Plan.parse("--accumulate 2")
+        panel.stepped()
+        assert panel.moment().step == control.moment().step > 0
+        panel.pause()
+        assert control.can() == panel.can() == Can.SWITCH | Can.RESUME | Can.CANCEL | Can.UNDO
+        step(workload)
+        assert shown[-1] is Activity.TRAINING
+        assert Activity.PAUSED in shown
+        panel.undo()
+        assert control.moment().pending == panel.moment().pending == Plan()
+        step(beside)
+        step(workload)
+        assert session.plan == second.plan == control.moment().plan == panel.moment().plan == Plan()
+        workload.model(workload.batch[0])
+        panel.cancel()
+        step(beside)  # the other model is within a step
+        step(workload)
+        with pytest.raises(Cancelled):
+            step(beside)
+        panel.training_ended()
+    assert shown[-1] is Activity.IDLE
+    stage.idle()
+    end_watching()
+    end_resuming()
+
+
 def test_a_plan_that_is_clicked_between_cells_does_not_end_the_next_one(control: Control, workload: Workload) -> None:
     control.ask("accumulation", "16")
     with Cell(control, workload) as cell:
@@ -448,6 +497,13 @@ def test_a_run_whose_model_gives_no_loss_says_so(workload: Workload) -> None:
     stage.played[0].advance()
     assert "returned no loss" in control.moment().errors[0]
     assert control.moment().activity is Activity.IDLE
+    assert Can.RUN not in control.can()  # by now it is known
+    control.run(keep=False)
+    stage.idle()
+    assert control.moment().errors == (
+        "WorkloadError: the loop computes the loss itself: name a loss function, as in %memfit panel --batch "
+        "inputs,target --loss-fn NAME",
+    )
     session_of_control(control).undo()
 
 
@@ -531,6 +587,69 @@ def test_undoing_while_a_cell_trains_takes_the_settings_off_at_the_next_step(
         cell.train(1)
         assert cell.session.plan == Plan()
         assert cell.session.attached
+
+
+def test_undoing_while_a_cell_is_paused_takes_the_settings_off_when_it_goes_on(
+    control: Control, workload: Workload
+) -> None:
+    control.ask("checkpointing", "full")
+    control.stage = stage = Later()
+    pending: list[Plan | None] = []
+
+    def press(moment: Moment) -> None:
+        if moment.activity is Activity.PAUSED and not pending:
+            pending.append(moment.pending)
+            control.undo()
+            pending.append(control.moment().pending)
+            control.resume()
+
+    end_watching = control.watch(press)
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        control.pause()
+        cell.train(1)
+        assert pending == [None, Plan()]
+        assert cell.session.plan == Plan()
+        control.ask("accumulation", "4")
+        cell.train(1)
+    end_watching()
+    stage.idle()
+    assert session_of_control(control).plan == control.moment().plan == Plan.parse("--accumulate 4")
+
+
+def test_undoing_before_a_cell_calls_the_model_comes_with_its_first_step_and_not_after_it(
+    control: Control, workload: Workload
+) -> None:
+    control.ask("checkpointing", "full")
+    control.stage = stage = Later()
+    control.undo()
+    assert toggle(control.moment(), "checkpointing").text == "pending"
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        assert cell.session.plan == Plan()
+        control.ask("accumulation", "4")
+        cell.train(1)
+    stage.idle()
+    assert session_of_control(control).plan == Plan.parse("--accumulate 4")
+
+
+def test_a_loop_in_a_plain_cell_is_steered_and_shown(control: Control, workload: Workload) -> None:
+    control.stage = stage = Later()
+    shown: list[str] = []
+    end_watching = control.watch(lambda moment: shown.append(toggle(moment, "accumulation").text))
+    control.ask("accumulation", "2")
+    step(workload)
+    assert shown[-1] == "applied at step 1"
+    control.ask("accumulation", "16")
+    step(workload)
+    assert shown[-1].startswith("refused: accumulation: --accumulate 16 needs")
+    control.undo()
+    step(workload)
+    assert session_of_control(control).plan == Plan()
+    assert shown[-1] == "off since step 3"
+    stage.idle()
+    assert control.session is None
+    end_watching()
 
 
 def test_two_views_show_one_state_and_a_failing_one_is_told(control: Control) -> None:

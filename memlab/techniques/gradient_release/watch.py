@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memlab.runtime.loop_mode import LoopMode
+from memlab.runtime.loop_mode import LoopMode, called_from_loop
 
 _ATEN = torch.ops.aten
 _GRADIENT = torch.Tensor.grad
@@ -164,8 +164,11 @@ def is_memlab(frame: Any) -> bool:
 
 
 def _is_loops(frame: Any) -> bool:
-    # of a mode above this one: `with torch.device(...)`, the guard's, the watch of another model
-    while frame.f_code.co_name == "__torch_function__":
+    # of a mode above this one: `with torch.device(...)`, the guard's, the watch of another model, a recorder's
+    while frame.f_code.co_name == "__torch_function__" or frame.f_code is called_from_loop.__code__:
         frame = frame.f_back
-    # a module that is moved or cast converts gradients as well, and those that are gone need none of it
-    return not is_memlab(frame) and frame.f_code is not nn.Module._apply.__code__
+    # a module that is moved or cast converts gradients as well, and those that are gone need none of it; by its name, which
+    # the frame of `called_from_loop` has as well
+    moves = nn.Module._apply
+    is_moved = frame.f_code.co_name == moves.__name__ and frame.f_globals is moves.__globals__
+    return not is_memlab(frame) and not is_moved
