@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection
 from itertools import compress
 from typing import Any
@@ -24,16 +23,14 @@ class Found:
         self.kept = [kept for kept in start.derived if id(kept.seen) not in given]
         self.originals = [kept.original for kept in self.kept]
         self.leaves: list[torch.Tensor] = []  # where gradients come to, of the last run
-        self._marks: list[weakref.ref[Any]] = []
+        self._nodes: list[Any] = []
 
     def stand_ins(self) -> dict[KeptTensor, torch.Tensor]:
         """Return what another run is to find in their places."""
         self.leaves = [kept.values() for kept in self.kept]
-        made = [_Enters.apply(leaf) for leaf in self.leaves]  # type: ignore[no-untyped-call]
-        marks = [_Mark() for _ in made]
-        for each, mark in zip(made, marks, strict=True):
-            each.grad_fn.metadata[_Mark] = mark
-        self._marks = [*map(weakref.ref, marks)]
+        with torch.enable_grad():  # in a backward pass it is not
+            made = [_Enters.apply(leaf) for leaf in self.leaves]  # type: ignore[no-untyped-call]
+        self._nodes = [each.grad_fn for each in made]
         return dict(zip(self.kept, made, strict=True))
 
     def lend(self) -> dict[KeptTensor, torch.Tensor]:
@@ -46,9 +43,10 @@ class Found:
         """Return the tensors themselves for one more run, as views: their gradients are not handed to hooks of the loop's."""
         return {kept: own.view_as(own) for kept, own in zip(self.kept, self.originals, strict=True)}
 
-    def forget_unused(self) -> None:
-        """Keep those alone that the run has used, once nobody else holds the others: no graph leads to these."""
-        used = [mark() is not None for mark in self._marks]
+    def forget_unused(self, nodes: Collection[Any]) -> None:
+        """Keep those alone that the run has used, which has left a graph of these nodes: an attribute may be of a step long past."""
+        used = [node in nodes for node in self._nodes]
+        self._nodes = []
         self.kept = [*compress(self.kept, used)]
         self.originals = [*compress(self.originals, used)]
         self.leaves = [*compress(self.leaves, used)]
@@ -57,10 +55,6 @@ class Found:
 def is_entering(stand_in: torch.Tensor) -> bool:
     """Return whether nothing has been written to a stand-in: what is, has another graph."""
     return isinstance(stand_in.grad_fn, _Enters._backward_cls)
-
-
-class _Mark:
-    """Lives as long as a node of the graph does."""
 
 
 class _Enters(torch.autograd.Function):

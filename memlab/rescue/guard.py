@@ -14,7 +14,8 @@ Numbered rules of the mechanism:
 4. Tensors with a graph that the call leaves in the model's state (activations that a hook has kept) are outputs as well, and those it
    finds there are inputs: one backward pass goes through the inner graph, so that hooks within see whole gradients. What
    reaches a parameter past the node all the same, from where `reach` does not look, gathers on the aliases
-   too; `Aliases` that are left with a gradient are delivered when the loop's backward pass is over.
+   too; `Aliases` that are left with a gradient are delivered when the loop's backward pass is over. A call that has used a graph from
+   there (`torch.nn.utils.parametrize.cached`) is made again as the loop wrote it.
 5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph.
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
 6. Outputs are siblings behind the node, though one may be computed from another (a mapped latent and its image). Who asks for
@@ -101,6 +102,7 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
+        self.goes_on = False  # whether the first run has used a graph from before it that it was not seen to find
         self._retained: list[int] = []  # numbers of outputs that keep their gradients
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
@@ -129,7 +131,7 @@ class GuardedCall:
         Raises:
             Whatever the model raises; nothing is kept then, and the state is to be restored by `start_over`.
         """
-        began = torch._C._autograd._get_sequence_nr()
+        began = graphs.sequence_nr()
         with uninterrupted():
             values = self._first_run()
         whole = [*(self._leaves[i] for i in self._inputs), *self._found.originals]
@@ -227,7 +229,7 @@ class GuardedCall:
                 inner[id(leaf)] = leaf.detach().requires_grad_()
             return inner[id(leaf)]
 
-        began = torch._C._autograd._get_sequence_nr()
+        began, is_alone = graphs.sequence_nr(), self._guardian.is_alone
         self._weights = Weights(self._model)
         found = self._found.lend()
         try:
@@ -244,12 +246,9 @@ class GuardedCall:
             self.drop_graph()
             raise
         left = self._given_back(found)
-        del found
-        self._found.forget_unused()
         left = {place: each for place, each in left.items() if any(map(_made_since(began), _graph_of(each)))}
         self._output = [output, *left.values()]
         self._places = [*left]
-        self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
         self._given = None
         self._after = RandomState()
         self._before.call_ended()
@@ -258,6 +257,10 @@ class GuardedCall:
         everything = differentiable(self._output)
         self._graph = {path: each for path, each in everything.items() if path[0] == 0 or is_new(each)}
         self._paths = list(self._graph)
+        nodes = set() if is_alone and not self._found.kept else graphs.nodes_of(self._graph.values())
+        self.goes_on = any(node._sequence_nr() < began for node in nodes)
+        self._found.forget_unused(nodes)
+        self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
         self._retained = [number for number, each in enumerate(self._graph.values()) if each.retains_grad]
         return tuple(tensor.detach() for tensor in self._graph.values())
 

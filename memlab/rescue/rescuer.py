@@ -40,7 +40,7 @@ from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.recovery import Recovery
 from memlab.rescue.start import Start, Weights
 from memlab.rescue.update import Update
-from memlab.runtime import optimizer_step
+from memlab.runtime import graphs, optimizer_step
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.batch import Batch
 from memlab.runtime.buckets import is_separable
@@ -86,6 +86,7 @@ class Rescuer:
         self._loop_code = LoopCode(self)
         self._aliases: Aliases | None = None
         self._calls: WhileAlive[None] = WhileAlive()
+        self._stepped_at = -1  # number of the last operator before the last step ended
         self._done: list[GuardedCall] = []  # in the backward pass under way
         self.recovery = Recovery(
             lambda: self._live_session,
@@ -156,6 +157,12 @@ class Rescuer:
         try:
             self._current_aliases().deliver()
             output = self.recovery.until_it_fits(work, make_room)
+            if guarded is not None and guarded.goes_on:
+                guarded.start_over()
+                self._live_session.log.note_once(
+                    f"a call of {type(self._model).__name__} goes on from the graph of an earlier one: memory that runs out in its backward pass is not rescued"
+                )
+                output = run(*args, **kwargs)
             if self._current_aliases().deliver():
                 self._derives_itself = True
                 self._live_session.log.note_once(
@@ -295,10 +302,16 @@ class Rescuer:
         with self._stepping_aside():
             self.leave_own_code()
             self.recovery.is_in_step = False
+            self._stepped_at = graphs.sequence_nr()
             if self._evidence is not None:
                 self._evidence.step_ended()
 
     # -- for guarded calls ---------------------------------------------------------------------
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this thread has made no graph since the last step that a call could go on from."""
+        return self._stepped_at == graphs.sequence_nr()
 
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""

@@ -48,9 +48,10 @@ class Start:
         self._graphs: list[torch.Tensor | None] = []
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         self._random = Randomness() if self._state is None else self._state.random
+        modules = [*model.modules()]
         self._buffers = [
             (table, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
-            for table, name, buffer in (*_buffers_of(model), *_frozen_of(model, device))
+            for table, name, buffer in (*_buffers_of(modules), *_frozen_of(modules, device))
             if not buffer.is_inference() and not self._is_in_state(buffer)
         ]
 
@@ -118,20 +119,20 @@ class Start:
                 put_back(buffer, copy)
 
 
-def _buffers_of(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, torch.Tensor]]:
     """Buffers, each with the table that holds it and its name there."""
-    for module in model.modules():
+    for module in modules:
         yield from ((module._buffers, name, each) for name, each in module._buffers.items() if each is not None)
 
 
-def _frozen_of(model: nn.Module, device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
+def _frozen_of(modules: Iterable[nn.Module], device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
     """The same of parameters that do not train, of which a forward pass may keep averages (MoCo).
 
     None where they are most of the model: base weights beside adapters, which nothing writes to.
     """
     found: dict[int, tuple[Any, str, torch.Tensor]] = {}
     trained_bytes = frozen_bytes = 0
-    for module in model.modules():
+    for module in modules:
         for name, each in module._parameters.items():
             if each is not None and each.requires_grad:
                 trained_bytes += each.nbytes

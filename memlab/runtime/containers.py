@@ -81,15 +81,23 @@ class Mapping(Container):
     """A dictionary, or attributes of a module or an object; keys that are `skipped` are left alone."""
 
     def __init__(
-        self, held: MutableMapping[Any, Any], name: Callable[[Any], str] = str, skipped: Collection[str] = ()
+        self,
+        held: MutableMapping[Any, Any],
+        name: Callable[[Any], str] = str,
+        skipped: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(held, name)
         self._skipped = skipped
 
     def read(self) -> Items:
         # past the `__getitem__` of a class of the user's, or of an engine's
-        skipped = self._skipped
-        return {key: value for key, value in self.held.items() if key not in skipped and not isinstance(value, StandIn)}
+        held = self.held
+        if self._skipped:
+            # attributes of modules: most have the same names, and few of them are looked at
+            return {
+                key: value for key in _others(tuple(held), self._skipped) if not isinstance(value := held[key], StandIn)
+            }
+        return {key: value for key, value in held.items() if not isinstance(value, StandIn)}
 
     def glance(self) -> Any:
         return [*self.held], [*self.held.values()]
@@ -118,6 +126,11 @@ class Mapping(Container):
             # in the order in which they were
             self.held.clear()
             self.held.update(items)
+
+
+@functools.lru_cache(maxsize=1024)
+def _others(keys: tuple[str, ...], skipped: frozenset[str]) -> tuple[str, ...]:
+    return tuple(key for key in keys if key not in skipped)
 
 
 class Names(Mapping):

@@ -41,26 +41,38 @@ def before(outputs: Mapping[_Key, Any]) -> dict[_Key, tuple[_Key, ...]]:
     return found
 
 
-def reaches_before(tensors: Iterable[torch.Tensor], sequence_nr: int) -> bool:
+def sequence_nr() -> int:
+    """Return the number that torch gives to the next operator of this thread that has a graph."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def reaches_before(tensors: Iterable[torch.Tensor], began: int) -> bool:
     """Return whether tensors are computed from one that this thread had computed before, by the number of its operator.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
-        >>> cached, began = weight.exp(), torch._C._autograd._get_sequence_nr()
+        >>> cached, began = weight.exp(), sequence_nr()
         >>> reaches_before([weight * 2], began), reaches_before([weight * cached], began)
         (False, True)
     """
+    return any(node._sequence_nr() < began for node in nodes_of(tensors))
+
+
+def nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """Return the nodes of the graph of some tensors."""
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen = {None}
+    seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        if node._sequence_nr() < sequence_nr:
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return seen
+
+
+def is_transformed() -> bool:
+    """Return whether the thread is within a transform of torch.func: tensors made there may have no storage."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def why_as_written() -> str:
@@ -73,7 +85,7 @@ def why_as_written() -> str:
         >>> why_as_written()
         ''
     """
-    if torch._C._are_functorch_transforms_active():
+    if is_transformed():
         return "inside of torch.func transforms"
     if forward_ad._current_level >= 0:
         return "under forward-mode differentiation"

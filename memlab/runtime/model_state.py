@@ -155,7 +155,8 @@ class State(Walk):
         self._tensors: dict[int, KeptTensor] = {}
         for module in modules:
             self.module("", module)
-            self.met(_Parameters(module._parameters))
+            if module._parameters:
+                self.met(_Parameters(module._parameters))
             if _keeps_statistics(module):
                 self._keep_frozen(module, device)
         for value in objects:
@@ -164,6 +165,8 @@ class State(Walk):
             tensors = self._tensors
             self._contents = [
                 (container, {key: _held(value, tensors) for key, value in items.items()})
+                if _may_hold(items, tensors)
+                else (container, items)
                 for container, items in self._contents
             ]
         self._tensors_kept = list(self._tensors.values())
@@ -290,6 +293,11 @@ def _keeps_statistics(module: nn.Module) -> bool:
     """Return whether a module is the user's own, or a list of parameters for such a one; torch's keep theirs in buffers."""
     is_own = not type(module).__module__.startswith("torch.")
     return bool(module._parameters) and (is_own or isinstance(module, (nn.ParameterList, nn.ParameterDict)))
+
+
+def _may_hold(items: Items, tensors: dict[int, KeptTensor]) -> bool:
+    values = items.values()
+    return not tensors.keys().isdisjoint(map(id, values)) or tuple in map(type, values)
 
 
 def _held(value: Any, tensors: dict[int, KeptTensor]) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import types
 from abc import ABC, abstractmethod
 from collections import deque
@@ -43,6 +44,7 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 # beside them, by the same numbers, what was asked for when they were registered
 _HOOK_TABLES = (*MODULE_HOOKS, *HOOK_OPTIONS)
+_hook_tables = operator.itemgetter(*_HOOK_TABLES)
 
 
 class ModuleHooks:
@@ -56,10 +58,14 @@ class ModuleHooks:
         self._before = self._now()
 
     @property
+    def are_there(self) -> bool:
+        """Return whether there are any; most modules have none, and are told at little cost."""
+        return any(_hook_tables(self.attributes))
+
+    @property
     def are_changed(self) -> bool:
-        """Return whether some were registered or removed since; most modules have none, at no cost."""
-        has_any = self._before or any(self.attributes[key] for key in MODULE_HOOKS)
-        return bool(has_any) and _numbers(self._now()) != _numbers(self._before)
+        """Return whether some were registered or removed since."""
+        return bool(self._before or self.are_there) and _numbers(self._now()) != _numbers(self._before)
 
     def restore(self) -> None:
         """Put them back; what is there already stays as it is."""
@@ -74,9 +80,9 @@ class ModuleHooks:
 
     def _now(self) -> dict[str, dict[int, Any]]:
         """Hooks and what was asked for with them, by table and number; without empty tables."""
+        if not self.are_there:
+            return {}
         tables = {key: table for key in _HOOK_TABLES if (table := self.attributes[key])}
-        if not tables:
-            return tables
         ours = {number for key in MODULE_HOOKS for number, hook in tables.get(key, {}).items() if is_ours(hook)}
         users = {key: {n: value for n, value in table.items() if n not in ours} for key, table in tables.items()}
         return {key: table for key, table in users.items() if table}
@@ -91,7 +97,7 @@ class Walk(ABC):
 
     most_containers: int  # how many are looked into
     left_alone: ClassVar[tuple[str, ...]] = _MACHINERY  # libraries whose objects are not looked into
-    attributes_left_alone: ClassVar[Collection[str]]  # attributes of modules that are no state
+    attributes_left_alone: ClassVar[frozenset[str]]  # attributes of modules that are no state
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -112,8 +118,9 @@ class Walk(ABC):
         self._dict(attributes, lambda key: f"{path}.{key}" if path else str(key), 0, skipped=self.attributes_left_alone)
         if buffers:
             self.buffers(path, module)
-        self._hooks.append(ModuleHooks(attributes))
-        for key in MODULE_HOOKS:
+        hooks = ModuleHooks(attributes)
+        self._hooks.append(hooks)
+        for key in MODULE_HOOKS if hooks.are_there else ():
             for hook in attributes[key].values():
                 self._function(hook, f"a hook of {path or type(module).__name__}", 1)
         if "forward" in attributes:
@@ -136,9 +143,11 @@ class Walk(ABC):
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         """A tensor that is no container's alone: it may be met again."""
 
-    def met(self, container: containers.Container) -> None:
-        """Something that holds values, before what it holds."""
-        self._contents.append((container, container.read()))
+    def met(self, container: containers.Container) -> containers.Items:
+        """Something that holds values, before what it holds; returns that."""
+        items = container.read()
+        self._contents.append((container, items))
+        return items
 
     # -- where it leads -----------------------------------------------------------------------------
 
@@ -177,23 +186,24 @@ class Walk(ABC):
                 self._mapping(slots, lambda key: f"{name}.{key}", depth)
 
     def _dict(
-        self, values: dict[Any, Any], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
+        self, values: dict[Any, Any], name: Callable[[Any], str], depth: int, skipped: frozenset[str] = frozenset()
     ) -> None:
         if self._is_new(values):
             self._mapping(values, name, depth, skipped)
 
     def _mapping(
-        self, values: MutableMapping[Any, Any], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
+        self,
+        values: MutableMapping[Any, Any],
+        name: Callable[[Any], str],
+        depth: int,
+        skipped: frozenset[str] = frozenset(),
     ) -> None:
-        self.met(containers.Mapping(values, name, skipped))
-        self._items(values.items(), name, depth, skipped)
+        self._items(self.met(containers.Mapping(values, name, skipped)).items(), name, depth)
 
-    def _items(
-        self, items: Collection[tuple[Any, Any]], name: Callable[[Any], str], depth: int, skipped: Collection[str] = ()
-    ) -> None:
+    def _items(self, items: Collection[tuple[Any, Any]], name: Callable[[Any], str], depth: int) -> None:
         self._containers += 1
         if len(items) <= MOST_ITEMS:
-            for key, value in [each for each in items if type(each[1]) not in _PLAIN_TYPES and each[0] not in skipped]:
+            for key, value in [each for each in items if type(each[1]) not in _PLAIN_TYPES]:
                 self.look_at(value, name(key), depth + 1)
 
     def _places(self, values: Collection[Any], name: str, depth: int) -> None:

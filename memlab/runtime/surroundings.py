@@ -153,9 +153,9 @@ class Surroundings(Walk):
         for each in self._registered:
             each.restore()
 
-    def met(self, container: Container) -> None:
-        super().met(container)
+    def met(self, container: Container) -> Items:
         self._glances.append(container.glance())
+        return super().met(container)
 
     def _changed(self) -> Iterator[tuple[Container, Items]]:
         """Containers that may hold something else by now, each with what it held."""

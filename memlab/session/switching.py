@@ -27,7 +27,7 @@ from memlab.session.in_force import InForce, check_all
 from memlab.session.log import Log
 from memlab.session.observers import Observers
 from memlab.session.stepping import Position
-from memlab.session.together import require_compatible, session_of
+from memlab.session.together import require_compatible, session_of, sharing
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.base import Host
 from memlab.techniques.gradient_release.gradient_release import is_loop_known
@@ -110,7 +110,9 @@ class Switching:
         A change that is not `noted` is not in the log: it serves the plan that was asked for last.
         """
         self._position.end_own_step()
-        require_compatible(self._workload, plan, [each.workload for each in self._companions()])
+        if plan != self.in_force.plan:
+            beside = {id(each): each.workload for each in (*self._companions(), *sharing(self._workload))}
+            require_compatible(self._workload, plan, [*beside.values()])
         with uninterrupted():
             before = self.in_force.plan
             self.in_force.change(plan, to_the_end=to_the_end)

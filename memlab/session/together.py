@@ -42,6 +42,12 @@ def is_led(session: Session) -> bool:
     return False
 
 
+def sharing(workload: Workload) -> list[Session]:
+    """Return the sessions of other models that an optimizer of a workload updates."""
+    others = (each for each in sessions() if each.workload.model is not workload.model)
+    return [each for each in others if any(steps_some_of(one, each.workload.model) for one in workload.optimizers)]
+
+
 def switch_together(together: Sequence[Session], plan: Plan, *, now: bool = True) -> None:
     """Change the plan of models that train together: of all, or of none."""
     before = [each.plan for each in together]
@@ -72,23 +78,23 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload
             f"this cell has optimizers for {names}, and {plan.label} treats the gradients of each as those of its own loss",
             "leave out --release-grads and --fp16, or name one model with --model",
         )
-    sharing = [each for each in others if any(steps_some_of(one, workload.model) for one in each.optimizers)]
-    if not sharing:
+    sharers = [each for each in others if any(steps_some_of(one, workload.model) for one in each.optimizers)]
+    if not sharers:
         return
     offloaded = {str(what) for what, _ in plan.offload}
     is_of_optimizer = plan.optimizer is not Plan().optimizer or "optimizer" in offloaded
     of_calls = {spec.name for spec in FIELDS if spec.is_of_calls}
     is_of_calls = {*changed} <= {*of_calls, "precision", "offload", "optimizer"} and plan.precision in ("keep", "bf16")
-    own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharing[0].optimizers))
+    own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharers[0].optimizers))
     if is_of_calls and offloaded <= {"activations", "optimizer"} and (not is_of_optimizer or own == theirs):
         return
-    shared = type(next(one for one in sharing[0].optimizers if steps_some_of(one, workload.model))).__name__
+    shared = type(next(one for one in sharers[0].optimizers if steps_some_of(one, workload.model))).__name__
     if is_of_calls and own != theirs:
         reason = (
-            f"one {shared} updates weights of {sharing[0].name} and of {workload.name}, and another optimizer the rest"
+            f"one {shared} updates weights of {sharers[0].name} and of {workload.name}, and another optimizer the rest"
         )
         instead = "use one optimizer for both, or --accumulate, --checkpoint, --bf16 or --offload activations"
     else:
-        reason = f"one {shared} updates {sharing[0].name} and {workload.name}"
+        reason = f"one {shared} updates {sharers[0].name} and {workload.name}"
         instead = "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload activations,optimizer"
     raise RefusalError("session", f"{reason}, so {plan.label} cannot be applied to each by itself", instead)

@@ -122,7 +122,7 @@ class Judgement:
         parts = [self._layout.take(self._whole, start, stop) for start, stop in self._ranges]
         weights = self._probe.weights(self._whole, self._layout, parts)
         with self._aliases.in_place(), torch.enable_grad():
-            began = torch._C._autograd._get_sequence_nr()
+            began = graphs.sequence_nr()
             with in_groups(self._model, self._per_part, self._rows):
                 whole, inputs = self._run(self._whole, is_whole=True)
             if reason := earlier_graph(self._name, whole.outputs.leaves, began, self._snapshot):

@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
-from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors
+from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
@@ -228,7 +228,7 @@ class MicroRun:
             self._random_states[index].restore()
         is_last = index == self._count - 1
         keeps_graph = not self._repeats and (self._learnt.fused is not False or is_last)
-        began = torch._C._autograd._get_sequence_nr()
+        began = sequence_nr()
         with torch.set_grad_enabled(keeps_graph or self._learnt.needs_graph):
             micro_batch, outputs = self._run(index)
         if keeps_graph and self._snapshot is not None and self._snapshot.derived():

@@ -22,18 +22,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.autocast import without_cached_casts
-from memlab.runtime.graphs import why_as_written
+from memlab.runtime.graphs import is_transformed, why_as_written
 from memlab.runtime.homes import rests
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import as_saved
@@ -234,7 +235,9 @@ class BlockStreaming:
         if id(block) in self._in_use:
             yield
             return
-        guests = self._arrived(_distinct(self._slots[id(block)]))
+        # copies are none of what transforms of torch.func look at
+        with temporarily_clear_interpreter_stack() if is_transformed() else nullcontext():
+            guests = self._arrived(_distinct(self._slots[id(block)]))
         if self.link.overlaps:
             self._look_ahead(block)
             self.settles_after_backward()
@@ -362,7 +365,7 @@ class BlockStreaming:
 
     def _noted(self, tensor: torch.Tensor) -> _Saved | None:
         """Return what stands for a saved tensor, if it is a copy of a parameter; None for others."""
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or is_transformed():
             return None
         known = self._copies.of(tensor.untyped_storage())
         if known is None or tensor.dtype is not known.dtype:

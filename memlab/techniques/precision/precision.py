@@ -261,9 +261,19 @@ class PrecisionChoice(Technique):
         if self._pure is None:
             yield
             return
-        # within: parts leave their inputs alone as well
-        with self._pure.restored([*model.parameters(), *model.buffers()]), self._pure.within():
-            yield
+        # where the loop is guarded, aliases of weights are in their places
+        of = {tensor.data_ptr(): tensor for tensor in self._masters.tensors}
+        tensors = [*model.parameters(), *model.buffers()]
+        aliases = [(each, of[each.data_ptr()]) for each in tensors if each not in self._masters and each.data_ptr() in of]
+        try:
+            # within: parts leave their inputs alone as well
+            with self._pure.restored([*tensors, *(own for _, own in aliases)]), self._pure.within():
+                for alias, own in aliases:
+                    alias.data = own.data
+                yield
+        finally:
+            for alias, own in aliases:
+                alias.data = own.data
 
     def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
