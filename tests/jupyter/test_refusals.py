@@ -35,6 +35,11 @@ def one_line(ran: Any) -> str:
     return str(text.removeprefix("UsageError: "))
 
 
+def shown(ran: Any) -> str:
+    """The line that is all a cell without the magic showed, which a refusal has ended."""
+    return str((ran.out + ran.err).strip().removeprefix("RefusalError: "))
+
+
 @pytest.fixture
 def unchanged(shell: Any) -> Callable[[], None]:
     """Asserts that the notebook's model and optimizer are bit for bit what they were."""
@@ -269,13 +274,39 @@ def test_gradients_are_watched_in_cells_and_not_between_them(shell: Any, made: C
     assert _get_current_function_mode_stack() == []
     assert made(f"{training}\noptimizer.zero_grad()\nmodel(inputs).sum().backward()").error is None
     assert _get_current_function_mode_stack() == []
-    ran = made("print(model[0].weight.grad.norm())")
-    assert str(ran.error) == (
-        "gradients: the loop uses gradients between backward() and optimizer.step(), when they are gone; parameters have "
-        "been updated with the gradients so far; leave --release-grads out"
-    )
+    looking = "print(model[0].weight.grad.norm())"
+    nearest = "leave it out, or %memfit undo, before a step whose gradients are looked at"
+    for _ in range(2):
+        assert shown(made(looking)) == (
+            "gradients: --release-grads frees those of a step in its backward pass; parameters have been updated with the "
+            f"gradients so far; {nearest}"
+        )
     assert _get_current_function_mode_stack() == []
+    assert made("optimizer.step()").error is None  # nothing has come of the look
+    for _ in range(2):
+        assert shown(made(looking)) == f"gradients: --release-grads has freed those of the last step; {nearest}"
+    assert made(training).error is None
     assert made("%memfit undo all\nassert model[0].weight.grad is None").error is None
+
+
+def test_a_gradient_that_is_there_can_be_looked_at_from_another_cell(shell: Any, made: Cell) -> None:
+    """A plan that was clicked keeps the gradients of its first step, until it is seen that the loop drops them."""
+    made(f"%%memfit\n{TRAIN}")
+    control_of(shell.user_ns["model"]).ask("gradients", "release")
+    step = "optimizer.zero_grad()\nmodel(inputs).sum().backward()\noptimizer.step()"
+    assert made(step).error is None
+    for _ in range(2):
+        assert float(made("print(model[0].weight.grad.norm().item())").out) > 0
+    assert made(step).error is None
+    assert session_of(shell.user_ns["model"]).plan.label == "--release-grads"
+
+
+def test_a_refusal_in_a_plain_cell_is_one_line(made: Cell) -> None:
+    made(f"model[0].{_CENTRED}")
+    made("session = __import__('memlab').fit(__import__('memlab').Workload(model, optimizer), '--accumulate 4')")
+    assert shown(made("model(inputs[:2]).sum().backward()")).startswith(REFUSED)
+    ran = made("1 / 0")
+    assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
 
 
 INTERRUPT = {
