@@ -17,7 +17,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.helpers.snapshots import changed_between
-from tests.jupyter.conftest import STEP, TRAIN, Cell
+from tests.jupyter.conftest import MAKE, STEP, TRAIN, Cell
 from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
 FLAGS = (
@@ -84,6 +84,11 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--accumulate four", "--accumulate four: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"),
         ("--accumulate", "--accumulate needs a value: --accumulate N"),
         ("--model", "--model needs a value: --model NAME[,NAME…]"),
+        ("--model ''", "--model needs a value: --model NAME[,NAME…]"),
+        ("--model=", "--model needs a value: --model NAME[,NAME…]"),
+        ("--model ,", "--model needs a value: --model NAME[,NAME…]"),
+        ("--optimizer ''", "--optimizer needs a value: --optimizer NAME"),
+        ("--budget ''", "--budget needs a value: --budget SIZE"),
         ("--fp16 --bf16", "--fp16 and --bf16 both set the precision; give one of them"),
         (
             "--optim sgd --offload optimizer",
@@ -372,7 +377,11 @@ def test_a_deleted_model_is_said_and_let_go(shell: Any, made: Cell) -> None:
     made("%memfit undo\ndel optimizer")
     gc.collect()
     assert model() is None
-    assert made("%memfit").out == "memfit: Sequential of the last cell is deleted; no plan is in force on any model\n"
+    said = "Sequential of the last cell is deleted, and no plan is in force on any model; put %%memfit on the cell that trains"
+    assert made("%memfit").out == f"memfit: {said} (%%memfit? explains)\n"
+    made(MAKE.replace("model", "net"))
+    for line in ("--accumulate 4", "export", 'compare "--checkpoint"'):
+        assert one_line(made(f"%memfit {line}")) == f"{said} net (%%memfit? explains)"
 
 
 @pytest.mark.parametrize("is_made_inside", [False, True])
