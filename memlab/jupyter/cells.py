@@ -9,7 +9,8 @@
    held back, the error is raised again from the magic, and what the outer cell then shows is replaced.
 4. What the model itself raises, a Ctrl-C among it, comes through memlab on its way to the cell. Those frames are left out.
    Where memlab raises an error itself they stay.
-5. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on.
+5. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on. It is one line, in
+   cells without the magic as well (`brief_refusals`).
 
 Known limitations:
     Objects that belong to the kernel's event loop cannot be awaited in a `%%memfit` cell, and tasks
@@ -345,6 +346,20 @@ def entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next
+
+
+def brief_refusals(undo: ExitStack) -> None:
+    """Have IPython show what memlab refuses in any cell as one line, until undone; harmless when done."""
+    name = "_render_traceback_"  # what IPython asks errors for
+    if name not in vars(MemlabError):
+        setattr(MemlabError, name, property(_rendered))
+        undo.callback(delattr, MemlabError, name)
+
+
+def _rendered(error: MemlabError) -> Callable[[], list[str]]:
+    if refusal_in(error) is not error:
+        raise AttributeError("shown with its traceback")
+    return lambda: [f"{type(error).__name__}: {error}"]
 
 
 @contextmanager

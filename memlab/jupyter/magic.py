@@ -85,6 +85,7 @@ class MagicMemfit:
             self._undo.callback(shell.magics_manager.magics[kind].pop, _NAME, None)
         shell.configurables.append(notebook.config)
         self._undo.callback(shell.configurables.remove, notebook.config)
+        cells.brief_refusals(self._undo)
         complete_lines(shell, self._undo)
         teach_receipts(shell, notebook.config, self._undo)
         free_after_cells(notebook, self._undo)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -24,6 +24,7 @@ from memlab.jupyter.parser import PredictOptions
 from memlab.live.control import Control, control_of
 from memlab.records.inference import CallKind
 from memlab.records.live_state import Moment
+from memlab.runtime.namespace import name_of
 from memlab.runtime.workload import Workload
 from memlab.session import Session, session_of, sessions
 
@@ -145,10 +146,19 @@ class Notebook:
             return "no plan is in force in this cell any more; put the flags on the %%memfit line of the next one"
         if watch is not None:
             return "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
+        said, trains = "no plan is in force", "trains"
         if self._last_models and all(model() is None for model in self._last_models):
             are = "are" if len(self._last_models) > 1 else "is"
-            return f"{self._last_name} of the last cell {are} deleted; no plan is in force on any model"
-        return "no plan is in force; put %%memfit on the cell that trains (%%memfit? explains)"
+            said = f"{self._last_name} of the last cell {are} deleted, and {said} on any model"
+            trains += self._name_of_live_model()
+        return f"{said}; put %%memfit on the cell that {trains} (%%memfit? explains)"
+
+    def _name_of_live_model(self) -> str:
+        """The variable that holds a model to train, with a space before it; empty where there is none, or several."""
+        with suppress(WorkloadError):
+            found = Workload.find(self.shell.user_ns)
+            return f" {name_of(found.model, self.shell.user_ns)}" if found is not None else ""
+        return ""
 
     def _last(self) -> nn.Module | None:
         return next((model for each in self._last_models if (model := each()) is not None), None)

@@ -68,7 +68,7 @@ def predict_options(command: str, words: list[str]) -> PredictOptions:
         ['--fp16', '--accumulate 4']
     """
     flags = PREDICT_FLAGS[command]
-    last = LAST_FLAG.get(command, "")
+    last = LAST_FLAG.get(command)
     at = words.index(last) if last in words else len(words)
     quoted = words[at + 1 :]
     if at < len(words) and not quoted:
@@ -283,5 +283,7 @@ def _read_flags(words: list[str], flags: tuple[Flag, ...]) -> tuple[dict[str, st
             value = waiting.pop(0)
             if flag.metavar == "SIZE" and waiting and waiting[0].lower() in SIZE_UNITS:
                 value += waiting.pop(0)
+        if flag.metavar and not value.strip(" ,"):
+            raise PlanError(f"{flag.flag} needs a value: {flag.usage}")
         given[flag.name] = f"{given[flag.name]},{value}" if flag.repeats and flag.name in given else value
     return given, loose

@@ -37,6 +37,7 @@ class LoopMode(TorchFunctionMode):
         >>> mode.end()
     """
 
+    is_resumed = False  # whether the loop, or what comes after it, is in another cell than where this began
     _has_begun = False
     _is_over = False  # it ended while a function was under way that it is told of, after which torch puts it back
     _thread = 0
@@ -44,7 +45,7 @@ class LoopMode(TorchFunctionMode):
 
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""
-        self._has_begun, self._is_over = True, False
+        self._has_begun, self._is_over, self.is_resumed = True, False, False
         self._thread = threading.get_ident()
         _paused.discard(self)
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -133,7 +134,9 @@ def resume() -> None:
     """Put back what `pause` took off and what has not ended since."""
     _between_cells.clear()
     while _paused:
-        _paused.pop().begin()
+        mode = _paused.pop()
+        mode.begin()
+        mode.is_resumed = True
 
 
 @contextmanager

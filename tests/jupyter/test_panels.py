@@ -81,6 +81,7 @@ def test_a_budget_and_a_batch_can_be_given(made: Cell, shell: Any) -> None:
         ("--budget much", "size 'much': expected a number above zero and its unit"),
         ("--batch nothing", "--batch nothing: no variable of that name"),
         ("--model nothing", "nothing"),
+        ("--model ''", "--model needs a value: --model NAME[,NAME…]"),
         (
             "--batch inputs,target --loss-fn torch",
             "--loss-fn torch: a module cannot be called; name what is called with output and target",

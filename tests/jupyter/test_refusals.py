@@ -17,7 +17,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions
 from memlab.session.snapshot import Snapshot
 from tests.helpers.snapshots import changed_between
-from tests.jupyter.conftest import STEP, TRAIN, Cell
+from tests.jupyter.conftest import MAKE, STEP, TRAIN, Cell
 from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
 FLAGS = (
@@ -33,6 +33,11 @@ def one_line(ran: Any) -> str:
     assert "\n" not in text
     assert "Traceback" not in text
     return str(text.removeprefix("UsageError: "))
+
+
+def shown(ran: Any) -> str:
+    """The line that is all a cell without the magic showed, which a refusal has ended."""
+    return str((ran.out + ran.err).strip().removeprefix("RefusalError: "))
 
 
 @pytest.fixture
@@ -79,6 +84,11 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--accumulate four", "--accumulate four: expected a whole number of micro-batches, 1 or more, as in '--accumulate 4'"),
         ("--accumulate", "--accumulate needs a value: --accumulate N"),
         ("--model", "--model needs a value: --model NAME[,NAME…]"),
+        ("--model ''", "--model needs a value: --model NAME[,NAME…]"),
+        ("--model=", "--model needs a value: --model NAME[,NAME…]"),
+        ("--model ,", "--model needs a value: --model NAME[,NAME…]"),
+        ("--optimizer ''", "--optimizer needs a value: --optimizer NAME"),
+        ("--budget ''", "--budget needs a value: --budget SIZE"),
         ("--fp16 --bf16", "--fp16 and --bf16 both set the precision; give one of them"),
         (
             "--optim sgd --offload optimizer",
@@ -269,13 +279,39 @@ def test_gradients_are_watched_in_cells_and_not_between_them(shell: Any, made: C
     assert _get_current_function_mode_stack() == []
     assert made(f"{training}\noptimizer.zero_grad()\nmodel(inputs).sum().backward()").error is None
     assert _get_current_function_mode_stack() == []
-    ran = made("print(model[0].weight.grad.norm())")
-    assert str(ran.error) == (
-        "gradients: the loop uses gradients between backward() and optimizer.step(), when they are gone; parameters have "
-        "been updated with the gradients so far; leave --release-grads out"
-    )
+    looking = "print(model[0].weight.grad.norm())"
+    nearest = "leave it out, or %memfit undo, before a step whose gradients are looked at"
+    for _ in range(2):
+        assert shown(made(looking)) == (
+            "gradients: --release-grads frees those of a step in its backward pass; parameters have been updated with the "
+            f"gradients so far; {nearest}"
+        )
     assert _get_current_function_mode_stack() == []
+    assert made("optimizer.step()").error is None  # nothing has come of the look
+    for _ in range(2):
+        assert shown(made(looking)) == f"gradients: --release-grads has freed those of the last step; {nearest}"
+    assert made(training).error is None
     assert made("%memfit undo all\nassert model[0].weight.grad is None").error is None
+
+
+def test_a_gradient_that_is_there_can_be_looked_at_from_another_cell(shell: Any, made: Cell) -> None:
+    """A plan that was clicked keeps the gradients of its first step, until it is seen that the loop drops them."""
+    made(f"%%memfit\n{TRAIN}")
+    control_of(shell.user_ns["model"]).ask("gradients", "release")
+    step = "optimizer.zero_grad()\nmodel(inputs).sum().backward()\noptimizer.step()"
+    assert made(step).error is None
+    for _ in range(2):
+        assert float(made("print(model[0].weight.grad.norm().item())").out) > 0
+    assert made(step).error is None
+    assert session_of(shell.user_ns["model"]).plan.label == "--release-grads"
+
+
+def test_a_refusal_in_a_plain_cell_is_one_line(made: Cell) -> None:
+    made(f"model[0].{_CENTRED}")
+    made("session = __import__('memlab').fit(__import__('memlab').Workload(model, optimizer), '--accumulate 4')")
+    assert shown(made("model(inputs[:2]).sum().backward()")).startswith(REFUSED)
+    ran = made("1 / 0")
+    assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
 
 
 INTERRUPT = {
@@ -341,7 +377,11 @@ def test_a_deleted_model_is_said_and_let_go(shell: Any, made: Cell) -> None:
     made("%memfit undo\ndel optimizer")
     gc.collect()
     assert model() is None
-    assert made("%memfit").out == "memfit: Sequential of the last cell is deleted; no plan is in force on any model\n"
+    said = "Sequential of the last cell is deleted, and no plan is in force on any model; put %%memfit on the cell that trains"
+    assert made("%memfit").out == f"memfit: {said} (%%memfit? explains)\n"
+    made(MAKE.replace("model", "net"))
+    for line in ("--accumulate 4", "export", 'compare "--checkpoint"'):
+        assert one_line(made(f"%memfit {line}")) == f"{said} net (%%memfit? explains)"
 
 
 @pytest.mark.parametrize("is_made_inside", [False, True])

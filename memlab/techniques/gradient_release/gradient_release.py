@@ -26,6 +26,8 @@ Numbered rules of the mechanism:
    loop may make the second one at any time, so `add_param_group` is watched, which every new optimizer calls.
 9. After `step()` the loop's `.grad` reads as a `Gone` until the loop drops or zeroes it, which it must do in every step:
    what reads the values gets a `RefusalError`, and so does a backward pass or a step that would use them once more.
+10. A look from another cell than the step's, or than the backward pass's, is no loop's: it changes nothing of what is under
+   way, and gets the gradient while that is there, or the same refusal each time.
 
 An update that a backward pass has made cannot be made undone. A rescue therefore repeats forward passes only; and when
 an update breaks off in its middle, the next gradient is answered by an error instead of being counted twice.
@@ -455,7 +457,11 @@ class GradientRelease(Technique):
             return None
         self._notice_broken_pass()
         if id(tensor) in self._complete:
-            self._refuse(*_what_is_done())
+            done = _what_is_done()
+            if written is None and self._watch.is_resumed and done[0].startswith(_USED_BETWEEN):
+                self._refuse_look(_FREED_EARLY + (_UPDATED if self._has_released else ""))
+            else:
+                self._refuse(*done)
         if written is None or any(isinstance(value, Gone) for value in written):
             if id(tensor) in self._gone:
                 return Gone(tensor, id(tensor), weakref.ref(self))
@@ -471,6 +477,10 @@ class GradientRelease(Technique):
 
     def gone_read(self) -> None:
         """The loop uses the values of a gradient that is gone, or that would be from the next step on."""
+        if self._watch.is_resumed:
+            if self._gone:
+                self._refuse_look(_FREED)
+            return
         reason = f"the loop uses gradients after optimizer.step(){where()}, when they are gone"
         if self._gone:
             refusal = self._refusal(reason, _LEAVE_OUT)
@@ -492,6 +502,14 @@ class GradientRelease(Technique):
                 return
             waiting += [each for each, _ in node.next_functions]  # type: ignore[union-attr]
 
+    def _refuse_look(self, reason: str) -> None:
+        """Refuse what `_refuse` does, from another cell: what is under way goes on as if there had been no look."""
+        refusal = RefusalError(self.field, reason, _LEAVE_OUT_BEFORE, is_late=self._has_released or bool(self._gone))
+        refusal.in_loop = True
+        if not self.host.withdraw(refusal):
+            raise refusal
+        self._is_withdrawn = True
+
     def _refuse(self, reason: str, nearest: str) -> None:
         """Stand back, where the plan before can come back; else raise the refusal."""
         refusal = self._refusal(reason, nearest)
@@ -506,7 +524,7 @@ class GradientRelease(Technique):
     def _refusal(self, reason: str, nearest: str) -> RefusalError:
         has_released = self._has_released
         if has_released:
-            reason += "; parameters have been updated with the gradients so far"
+            reason += _UPDATED
         is_late = has_released or not self._used.isdisjoint(self._gone)
         self.broken_off()
         refusal = RefusalError(self.field, reason, nearest, is_late=is_late)
@@ -514,6 +532,11 @@ class GradientRelease(Technique):
         return refusal
 
 
+_FREED = "--release-grads has freed those of the last step"
+_FREED_EARLY = "--release-grads frees those of a step in its backward pass"
+_UPDATED = "; parameters have been updated with the gradients so far"
+_LEAVE_OUT_BEFORE = "leave it out, or %memfit undo, before a step whose gradients are looked at"
+_USED_BETWEEN = "the loop uses gradients between backward() and optimizer.step()"
 _CLIPPED = (
     "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",
     f"leave that out, or {_LEAVE_OUT}",
@@ -578,7 +601,7 @@ def _what_is_done() -> tuple[str, str]:
         return _SCALED
     if "zero_grad" in names:
         return "the loop drops gradients after backward() without a step", _LEAVE_OUT
-    return f"the loop uses gradients between backward() and optimizer.step(){where()}, when they are gone", _LEAVE_OUT
+    return f"{_USED_BETWEEN}{where()}, when they are gone", _LEAVE_OUT
 
 
 _hearing: weakref.WeakSet[GradientRelease] = weakref.WeakSet()
