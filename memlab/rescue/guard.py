@@ -246,6 +246,9 @@ class GuardedCall:
             self.drop_graph()
             raise
         left = self._given_back(found)
+        # a weight or an argument that the model returns is the loop's own
+        own = self._aliases.own | {id(each): self._leaves[i] for i in self._inputs for each in (lent(self._leaves[i]),)}
+        output = exchanged(output, own)
         left = {place: each for place, each in left.items() if any(map(_made_since(began), _graph_of(each)))}
         self._output = [output, *left.values()]
         self._places = [*left]
@@ -253,9 +256,9 @@ class GuardedCall:
         self._after = RandomState()
         self._before.call_ended()
         self._allow_own_writes()
-        is_new = _made_since(began)
-        everything = differentiable(self._output)
-        self._graph = {path: each for path, each in everything.items() if path[0] == 0 or is_new(each)}
+        is_new, known = _made_since(began), {id(each) for each in own.values()}
+        everything = differentiable(self._output).items()
+        self._graph = {path: t for path, t in everything if (path[0] == 0 or is_new(t)) and id(t) not in known}
         self._paths = list(self._graph)
         nodes = set() if is_alone and not self._found.kept else graphs.nodes_of(self._graph.values())
         self.goes_on = any(node._sequence_nr() < began for node in nodes)

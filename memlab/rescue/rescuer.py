@@ -26,6 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,6 @@ class Rescuer:
         self.is_idle = evidence is not None and not evidence.is_limited
         self._not_served: set[str] = set()
         self._derives_itself = False  # the model runs a backward pass in its forward
-        self._is_open = False  # a backward pass updates parameters
         self._session: weakref.ref[Session] | None = None
         self._loop_code = LoopCode(self)
         self._aliases: Aliases | None = None
@@ -135,8 +135,13 @@ class Rescuer:
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
         if not self.is_armed:
             return self._call_unguarded
-        is_open = any(technique.updates_in_backward for technique in self._live_session.techniques)
-        return self._call_openly if is_open else self._call_guarded
+        why = ""
+        if any(technique.updates_in_backward for technique in self._live_session.techniques):
+            why = "it updates parameters"
+        elif any(parameter._backward_hooks for parameter in self._model.parameters()):
+            # which would be called with None by a backward pass that does not reach the parameter
+            why = "parameters have hooks"
+        return partial(self._call_openly, why) if why else self._call_guarded
 
     def _call_guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward whose graph is memlab's."""
@@ -220,12 +225,10 @@ class Rescuer:
         self.recovery.make_room(shortage, Place.FORWARD, start.restore)
         return self.call(run, args, kwargs)
 
-    def _call_openly(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a forward whose backward pass changes parameters, and so cannot be repeated: its graph is the loop's."""
+    def _call_openly(self, why: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a forward whose backward pass cannot be repeated: its graph is the loop's."""
         session = self._live_session
-        if not self._is_open:
-            self._is_open = True
-            session.log.note("memory that runs out in a backward pass is not rescued while it updates parameters")
+        session.log.note_once(f"memory that runs out in a backward pass is not rescued while {why}")
         self.recovery.rows = Batch(args, kwargs).rows or 1
         start, weights = Start(self._model, session.workload.device), Weights(self._model)
 
@@ -409,7 +412,6 @@ def _can_be_guarded(model: torch.nn.Module) -> bool:
 def _is_plain(parameter: torch.nn.Parameter) -> bool:
     """Return whether gradients may come to a parameter from a node of memlab's.
 
-    `functional_call` puts computed weights in the place of parameters, whose graph goes on behind the model. A hook on a
-    parameter would be called with None by a backward pass that does not reach the parameter.
+    `functional_call` puts computed weights in the place of parameters, whose graph goes on behind the model.
     """
-    return parameter.is_leaf and not parameter._backward_hooks
+    return parameter.is_leaf

@@ -17,7 +17,8 @@ Numbered rules of the mechanism:
    used last, because the loop's own scaling comes too late for it.
 6. The first batch of each shape, and under each condition (`conditions`), is judged (`judge`): run together and apart in train mode with the same random
    numbers, it has to give the same, or the plan is refused with what differs. What cannot be told then (a forward that
-   does something new, values that were alike by chance) is judged when it comes.
+   does something new, values that were alike by chance) is judged when it comes. A model that chooses by values (routed experts) is
+   judged again with the second batch, the fourth, the eighth, and so on: one batch may not tell what another does.
 7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
    written once (`surroundings`, `merge`), so that it is what the whole batch would have left.
 8. A later batch that cannot be split is run whole, and the receipt says so: a loop that has come so far goes on. A batch of
@@ -102,6 +103,7 @@ class Accumulation(Technique):
         self._verdicts: dict[tuple[Any, ...], dict[int, SplitVerdict | RefusalError | None]] = {}
         # what was in the places that forwards write to, when they were judged
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
+        self._calls: dict[tuple[Any, ...], int] = {}  # of models that choose by values
         self._has_split = False
         self._learnt = Learnt(refused=lambda refusal: self.host.refused(refusal))
 
@@ -151,6 +153,7 @@ class Accumulation(Technique):
         self._probes.clear()
         self._verdicts.clear()
         self._starts.clear()
+        self._calls.clear()
         self._conditions, self._condition = Conditions(), 0
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
@@ -268,6 +271,10 @@ class Accumulation(Technique):
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
         shape = self._shape_of(whole, layout)
         found = _known(self._verdicts.get(shape, {}), grain)
+        if isinstance(found, SplitVerdict) and found.chooses:
+            calls = self._calls[shape] = self._calls.get(shape, 1) + 1
+            if calls.bit_count() == 1:
+                found = ()
         if isinstance(found, (RefusalError, tuple)):
             # else it is looked at when it runs
             self._check_condition(whole, self._surroundings())

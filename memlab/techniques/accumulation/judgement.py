@@ -173,8 +173,9 @@ class Judgement:
         goes_on = goes_on or not self.draws_on_host
         draws = self.noise.any_drawn or self.noise.draws_inside
         return SplitVerdict(
-            merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, leading, draws
-        )
+            merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, leading,
+            self.noise.chooses, draws,
+        )  # fmt: skip
 
     def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
         """Return whether the first part gives something else, or nothing, without gradients."""

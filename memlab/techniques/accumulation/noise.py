@@ -50,6 +50,14 @@ _COMPARISONS = frozenset({_aten.ne.Scalar, _aten.eq.Scalar})
 _OF_A_RANGE = frozenset({_aten.randperm, _aten.randint, _aten.randint_like, _aten.random_})
 
 
+# operators by which a model chooses what to do from values it has computed
+_CHOOSING = frozenset(
+    {_aten.nonzero, _aten.masked_select, _aten._local_scalar_dense, _aten.topk, _aten.sort, _aten.argsort}
+    | {_aten.argmax, _aten.argmin, _aten.max, _aten.min, _aten.bucketize, _aten.searchsorted, _aten.unique_consecutive}
+    | {_aten._unique2, _aten.unique_dim}
+)
+
+
 class Noise(WatchingMode):
     """Keeps random numbers, then gives them out again.
 
@@ -77,6 +85,7 @@ class Noise(WatchingMode):
         # whether an operator of the run together computed in half precision or in less
         self.computes_low = False
         self.ignored: dict[int, None] = {}  # targets that losses ignore, or that whole numbers are held against
+        self.chooses = False  # whether the run together takes indices, or numbers of Python, from what it has computed
         self.draws_inside = False  # whether dropout inside of a kernel was left out (rule 3)
 
     @property
@@ -117,6 +126,7 @@ class Noise(WatchingMode):
         elif func in _COMPARISONS and type(args[1]) is int and not args[0].is_floating_point():
             self.ignored[args[1]] = None
         if not self._giving and not self._repeating:
+            self.chooses |= getattr(func, "overloadpacket", None) in _CHOOSING and _is_computed(args[0])
             # a view of what was there before (of a global that is looked at, say) is not made here; what is written to is
             given = {_storage_of(each) for each in args if isinstance(each, torch.Tensor) and not _writes(func)}
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
@@ -177,6 +187,11 @@ class Noise(WatchingMode):
             raise StrangeDrawError
         each = kept.size(dim) // rows
         return kept.narrow(dim, start * each, (stop - start) * each)
+
+
+def _is_computed(value: Any) -> bool:
+    """Return whether values are none of the tokens or labels that a loop gives."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dtype is torch.bool)
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

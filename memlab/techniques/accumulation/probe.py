@@ -173,7 +173,10 @@ class Probe:
                 if is_out_of_memory(error) or isinstance(error, MemlabError):
                     raise
                 failed.append(error)
-                why = f"{self._name} does not run on some rows of a batch: {first_line(error)}"
+                is_strange = isinstance(error, StrangeDrawError)
+                why = (
+                    str(error) if is_strange else f"{self._name} does not run on some rows of a batch: {first_line(error)}"
+                )
                 self._apart = self._apart or (why, KEEP_WHOLE)
                 return False
             if joins is not None and (not needs_rule or self._is_telling(call, layout, whole, parts)):

@@ -34,6 +34,7 @@ class SplitVerdict:
     goes_on: bool = True
     needs_graph: bool = False  # whether a call without gradients gives something else
     leading: frozenset[int] = frozenset()  # outputs that others are computed from
+    chooses: bool = False  # whether the model takes indices, or numbers of Python, from values it has computed
     draws: bool = False  # whether the model draws random numbers with torch
 
     def knows(self, outputs: Outputs) -> bool:

@@ -264,7 +264,9 @@ class PrecisionChoice(Technique):
         # where the loop is guarded, aliases of weights are in their places
         of = {tensor.data_ptr(): tensor for tensor in self._masters.tensors}
         tensors = [*model.parameters(), *model.buffers()]
-        aliases = [(each, of[each.data_ptr()]) for each in tensors if each not in self._masters and each.data_ptr() in of]
+        aliases = [
+            (each, of[each.data_ptr()]) for each in tensors if each not in self._masters and each.data_ptr() in of
+        ]
         try:
             # within: parts leave their inputs alone as well
             with self._pure.restored([*tensors, *(own for _, own in aliases)]), self._pure.within():
