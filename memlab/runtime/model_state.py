@@ -159,6 +159,7 @@ class State(Walk):
                 self.met(_Parameters(module._parameters))
             if _keeps_statistics(module):
                 self._keep_frozen(module, device)
+        self._of_modules = len(self._contents)
         for value in objects:
             self.look_at(value, "", 0)
         if self._tensors:
@@ -228,9 +229,9 @@ class State(Walk):
             hooks.restore()
 
     def news(self) -> dict[Place, Any]:
-        """Return the values that were not there before."""
+        """Return the values that were not there before, in what modules refer to: other runs get other arguments."""
         found: dict[Place, Any] = {}
-        for number, (container, before) in enumerate(self._contents):
+        for number, (container, before) in enumerate(self._contents[: self._of_modules]):
             for key, value in container.read().items():
                 was = before.get(key, ABSENT)
                 if value is not was and not (type(was) is KeptTensor and was.seen is value):

@@ -151,7 +151,9 @@ def test_memory_that_runs_out_anywhere_changes_nothing(name: str) -> None:
         try:
             found, _ = trained(name, fault=fault)
         except torch.OutOfMemoryError:
-            assert name == "weights cached for two calls"  # a call that goes on from another's graph is as the loop wrote it
+            assert (
+                name == "weights cached for two calls"
+            )  # a call that goes on from another's graph is as the loop wrote it
             continue
         rescued += 1
         assert found == pytest.approx(expected, rel=1e-9), fault

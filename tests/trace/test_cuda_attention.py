@@ -164,7 +164,7 @@ def test_math_adds_its_mask_to_a_copy_where_operators_are_watched() -> None:
     # as torch does: what selective checkpointing keeps of the product is then still there
     q = fake(2, 4, 16, 62, trained=True)
 
-    with cuda_choices(gpu("A100 80GB")), Products().contexts()[0], Operators() as operators:
+    with cuda_choices(gpu("A100 80GB")), Products().keeping(), Operators() as operators:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     assert (operators.count("add.Tensor"), operators.count("add_.Tensor")) == (1, 0)

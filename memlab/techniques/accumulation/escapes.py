@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memlab.runtime.graphs import reaches_before
-from memlab.runtime.lazy import real, requires_grad
+from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.surroundings import Surroundings
 
 
@@ -69,7 +69,8 @@ def earlier_graph(name: str, leaves: Iterable[Any], sequence_nr: int, before: Su
         sequence_nr: of torch's operators, when the call began.
         before: what was there before the call.
     """
-    if not reaches_before([real(leaf) for leaf in leaves if requires_grad(leaf)], sequence_nr):
+    computed = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, LazyTensor)]
+    if not reaches_before(computed, sequence_nr):
         return ""
     found = ", ".join(before.derived())
     return f"{name} computes with a tensor that had a graph before the call{f' ({found})' if found else ''}"

@@ -17,7 +17,7 @@ from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
 from memlab.runtime.containers import Effect
-from memlab.runtime.lazy import real, requires_grad
+from memlab.runtime.lazy import LazyTensor, real, requires_grad
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
@@ -223,13 +223,14 @@ class Judgement:
     def _directions(self, outputs: Outputs, weights: Mapping[int, list[float]]) -> dict[int, torch.Tensor]:
         """Return by what the run together is derived: its loss, and a random combination of what else has a graph.
 
-        What the loss is computed from needs no direction of its own. What it is not (features beside a learnt scale) does.
+        What the loss is computed from needs no direction of its own. What it is not (features beside a learnt scale) does, unless
+        it is computed only if the loop looks at it.
         """
-        graph = {i: real(leaf) for i, leaf in enumerate(outputs.leaves) if isinstance(leaf, torch.Tensor)}
-        graph = {i: leaf for i, leaf in graph.items() if leaf.requires_grad}
         found: dict[int, torch.Tensor] = {}
-        if outputs.loss in graph and outputs.loss in weights:
-            found[outputs.loss] = torch.ones_like(graph[outputs.loss])
+        if outputs.loss in weights and requires_grad(outputs.leaves[outputs.loss]):
+            found[outputs.loss] = torch.ones_like(outputs.leaves[outputs.loss])
+        graph = {i: real(leaf) for i, leaf in enumerate(outputs.leaves) if not (found and isinstance(leaf, LazyTensor))}
+        graph = {i: leaf for i, leaf in graph.items() if requires_grad(leaf)}
         before_loss = graphs.before(_edges(graph)).get(outputs.loss, ()) if found else ()
         for i, leaf in graph.items():
             if i in found or i in before_loss:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, first_line
-from memlab.runtime.aliases import KEEP_WHOLE, Aliases
+from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -175,7 +175,9 @@ class Probe:
                 failed.append(error)
                 is_strange = isinstance(error, StrangeDrawError)
                 why = (
-                    str(error) if is_strange else f"{self._name} does not run on some rows of a batch: {first_line(error)}"
+                    str(error)
+                    if is_strange
+                    else f"{self._name} does not run on some rows of a batch: {first_line(error)}"
                 )
                 self._apart = self._apart or (why, KEEP_WHOLE)
                 return False
@@ -444,7 +446,7 @@ class Quiet:
         own = [*(self._snapshot.generators if self._snapshot is not None else ()), *generators]
         self._random = Randomness(own)
         self.noise = Noise()
-        self._aliases = None if self.is_fake else Aliases(model)  # for a model that runs a backward pass itself
+        self._parameters = [] if self.is_fake else [p for p in model.parameters() if p.is_leaf]
 
     def run(self, call: Call, span: tuple[int, int, int] | None) -> Any:
         """Run some of the rows.
@@ -458,19 +460,28 @@ class Quiet:
         is_apart = (start, stop) != (0, together)
         if is_apart:
             self.noise.give(start, stop, of=together, in_turn=self._in_turn)
-        with (
-            nullcontext() if self._aliases is None else self._aliases.in_place(),
-            nullcontext() if span is None or self.is_fake else self.noise,
-        ):
+        with self._gradients_apart(), nullcontext() if span is None or self.is_fake else self.noise:
             output = call.run(self._run)
         self.draws_on_host |= not self.is_fake and self._random.host_differs()
         self.put_back(host=not (is_apart and self.goes_on))
         return output
 
+    @contextmanager
+    def _gradients_apart(self) -> Iterator[None]:
+        """Context of a run, for a model that runs a backward pass itself."""
+        before = [(p, p.grad) for p in self._parameters if p.grad is None or p.grad.device == p.device]
+        for parameter, gradient in before:
+            if gradient is not None:
+                parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in before:
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+
     def put_back(self, *, host: bool = True) -> None:
         """Put back all that the run has changed; without `host` all but Python's and NumPy's generators."""
         if self._snapshot is not None:
             self._snapshot.restore()
-        if self._aliases is not None:
-            self._aliases.take_gradients()
         self._random.restore(host=host)
