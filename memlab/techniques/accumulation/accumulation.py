@@ -50,7 +50,7 @@ from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import refuse_kept_weights, without_cache
-from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
@@ -271,7 +271,8 @@ class Accumulation(Technique):
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
         shape = self._shape_of(whole, layout)
         found = _known(self._verdicts.get(shape, {}), grain)
-        if isinstance(found, SplitVerdict) and found.chooses:
+        before = found if isinstance(found, SplitVerdict) and found.chooses else None
+        if before is not None:
             calls = self._calls[shape] = self._calls.get(shape, 1) + 1
             if calls.bit_count() == 1:
                 found = ()
@@ -282,10 +283,15 @@ class Accumulation(Technique):
             raise found.with_traceback(None)
         if isinstance(found, tuple):
             try:
-                found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set()))
+                found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set())) or before
             except RefusalError as refusal:
                 self._verdicts.setdefault(shape, {})[grain] = refusal
                 raise
+            except Exception as error:
+                if before is None or not is_out_of_memory(error):
+                    raise
+                release(error)
+                return before
             if found is not None:
                 probe = self._probes.pop(self._condition)
                 self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])

@@ -226,11 +226,12 @@ class Judgement:
         What the loss is computed from needs no direction of its own. What it is not (features beside a learnt scale) does, unless
         it is computed only if the loop looks at it.
         """
+        graph = {i: real(leaf) for i, leaf in enumerate(outputs.leaves) if isinstance(leaf, torch.Tensor)}
+        graph = {i: leaf for i, leaf in graph.items() if leaf.requires_grad}
         found: dict[int, torch.Tensor] = {}
-        if outputs.loss in weights and requires_grad(outputs.leaves[outputs.loss]):
-            found[outputs.loss] = torch.ones_like(outputs.leaves[outputs.loss])
-        graph = {i: real(leaf) for i, leaf in enumerate(outputs.leaves) if not (found and isinstance(leaf, LazyTensor))}
-        graph = {i: leaf for i, leaf in graph.items() if requires_grad(leaf)}
+        if outputs.loss in graph and outputs.loss in weights:
+            found[outputs.loss] = torch.ones_like(graph[outputs.loss])
+            graph = {i: leaf for i, leaf in graph.items() if not isinstance(outputs.leaves[i], LazyTensor)}
         before_loss = graphs.before(_edges(graph)).get(outputs.loss, ()) if found else ()
         for i, leaf in graph.items():
             if i in found or i in before_loss:
