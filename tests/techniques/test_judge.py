@@ -913,3 +913,36 @@ def test_a_backward_pass_in_the_forward_is_named() -> None:
         ):
             model(torch.randn(8, 6))
     assert model.weight.grad is None
+
+
+class _Routed(nn.Module):
+    """Sends each row to one expert, and returns how evenly: all go to the first one, until the router has learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shares = self.router(rows).softmax(-1)
+        weights, chosen = shares.max(-1)
+        every = torch.stack([expert(rows) for expert in self.experts], 1)
+        picked = every[torch.arange(len(rows)), chosen] * weights[:, None]
+        return picked, 3 * (shares.mean(0) * F.one_hot(chosen, 3).double().mean(0).to(shares)).sum()
+
+
+def test_a_model_that_chooses_by_values_is_judged_again() -> None:
+    def made() -> nn.Module:
+        model = _Routed()
+        with torch.no_grad():
+            model.router.bias[0] += 3
+        return model
+
+    def loop(model: nn.Module, step: int) -> torch.Tensor:
+        with torch.no_grad():
+            model.router.bias[0] -= 3 if step == 1 else 0
+        picked, evenly = model(torch.randn(8, 6))
+        return picked.square().mean() + evenly
+
+    notes = same_as_plain(made, loop)
+    assert any(note.startswith("a batch is run whole, since") for note in notes), notes

@@ -52,9 +52,9 @@ _OF_A_RANGE = frozenset({_aten.randperm, _aten.randint, _aten.randint_like, _ate
 
 # operators by which a model chooses what to do from values it has computed
 _CHOOSING = frozenset(
-    {_aten.nonzero, _aten.masked_select, _aten._local_scalar_dense, _aten.topk, _aten.sort, _aten.argsort}
-    | {_aten.argmax, _aten.argmin, _aten.max, _aten.min, _aten.bucketize, _aten.searchsorted, _aten.unique_consecutive}
-    | {_aten._unique2, _aten.unique_dim}
+    {_aten.nonzero.default, _aten.masked_select.default, _aten.topk.default, _aten.sort.default, _aten.sort.stable}
+    | {_aten.argsort.default, _aten.argmax.default, _aten.argmin.default, _aten.max.dim, _aten.min.dim}
+    | {_aten.bucketize.Tensor, _aten.searchsorted.Tensor, _aten.unique_consecutive.default, _aten._unique2.default}
 )
 
 
@@ -126,7 +126,7 @@ class Noise(WatchingMode):
         elif func in _COMPARISONS and type(args[1]) is int and not args[0].is_floating_point():
             self.ignored[args[1]] = None
         if not self._giving and not self._repeating:
-            self.chooses |= getattr(func, "overloadpacket", None) in _CHOOSING and _is_computed(args[0])
+            self.chooses |= func in _CHOOSING and _is_computed(args[0])
             # a view of what was there before (of a global that is looked at, say) is not made here; what is written to is
             given = {_storage_of(each) for each in args if isinstance(each, torch.Tensor) and not _writes(func)}
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
@@ -191,7 +191,7 @@ class Noise(WatchingMode):
 
 def _is_computed(value: Any) -> bool:
     """Return whether values are none of the tokens or labels that a loop gives."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dtype is torch.bool)
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
