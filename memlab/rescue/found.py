@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from memlab.rescue.start import Start
-from memlab.runtime.model_state import KeptTensor
+from memlab.runtime.model_state import KeptTensor, State
 
 
 class Found:
@@ -18,26 +17,19 @@ class Found:
     Their graphs are the loop's, or those of earlier calls (a weight that a network makes once for several calls, a recurrent state).
     """
 
-    def __init__(self, start: Start, given: Collection[int]) -> None:  # `id`s of the arguments
-        self._start = start
-        self.kept = [kept for kept in start.derived if id(kept.seen) not in given]
+    def __init__(self, state: State, given: Collection[int]) -> None:  # `id`s of the arguments
+        self.kept = [kept for kept in state.tensors if kept.derives and id(kept.seen) not in given]
         self.originals = [kept.original for kept in self.kept]
         self.leaves: list[torch.Tensor] = []  # where gradients come to, of the last run
         self._nodes: list[Any] = []
 
     def stand_ins(self) -> dict[KeptTensor, torch.Tensor]:
-        """Return what another run is to find in their places."""
+        """Return what a run is to find in their places."""
         self.leaves = [kept.values() for kept in self.kept]
         with torch.enable_grad():  # in a backward pass it is not
             made = [_Enters.apply(leaf) for leaf in self.leaves]  # type: ignore[no-untyped-call]
         self._nodes = [each.grad_fn for each in made]
         return dict(zip(self.kept, made, strict=True))
-
-    def lend(self) -> dict[KeptTensor, torch.Tensor]:
-        """Put them in place for the first run."""
-        made = self.stand_ins()
-        self._start.lend(made)
-        return made
 
     def views(self) -> dict[KeptTensor, torch.Tensor]:
         """Return the tensors themselves for one more run, as views: their gradients are not handed to hooks of the loop's."""

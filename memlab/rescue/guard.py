@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,7 @@ class GuardedCall:
         self._places: list[Place] = []  # in the model's state, where outputs are
         self._autocast = AutocastState()
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
-        self._found = Found(self._before, {id(leaf) for leaf in self._leaves})
+        self._found = Found(self._before.state, {id(leaf) for leaf in self._leaves})
         self._under_way = hooks.calls_under_way()
         self._after: RandomState | None = None
         self._watched = [*self._leaves, *aliases.originals]  # must be as they were, for another run
@@ -140,7 +140,7 @@ class GuardedCall:
             values[0].grad_fn._set_sequence_nr(began)  # what comes in past the node is to come first
         made, self._output = self._output, None
         output, *left = replaced(made, dict(zip(self._paths, values or (), strict=True)))
-        self._before.put(dict(zip(self._places, left, strict=True)))
+        self._before.state.put(dict(zip(self._places, left, strict=True)))
         for number in self._retained:
             self.retain(number, values[number])
         return output
@@ -231,7 +231,9 @@ class GuardedCall:
 
         began, is_alone = graphs.sequence_nr(), self._guardian.is_alone
         self._weights = Weights(self._model)
-        found = self._found.lend()
+        found = self._found.stand_ins()
+        if found:
+            self._before.state.put_back(found)
         try:
             # the loop's own containers: what the model puts there is seen by the loop
             with self._inside(), Lent(lent, lambda leaf: leaf) as lending:
@@ -242,41 +244,63 @@ class GuardedCall:
                 with self._of_theirs():
                     output = self._run(*args, **kwargs)
         except BaseException:
-            self._given_back(found)
+            self._give_back(self._own(inner, found))
             self.drop_graph()
             raise
-        left = self._given_back(found)
-        # a weight or an argument that the model returns is the loop's own
-        own = self._aliases.own | {id(each): self._leaves[i] for i in self._inputs for each in (lent(self._leaves[i]),)}
-        output = exchanged(output, own)
-        left = {place: each for place, each in left.items() if any(map(_made_since(began), _graph_of(each)))}
-        self._output = [output, *left.values()]
-        self._places = [*left]
+        own = self._own(inner, found)
+        left = self._give_back(own)
         self._given = None
         self._after = RandomState()
         self._before.call_ended()
         self._allow_own_writes()
-        is_new, known = _made_since(began), {id(each) for each in own.values()}
-        everything = differentiable(self._output).items()
-        self._graph = {path: t for path, t in everything if (path[0] == 0 or is_new(t)) and id(t) not in known}
+        values = self._take_outputs(exchanged(output, own), left, own, began, is_alone=is_alone)
+        self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
+        return values
+
+    def _own(
+        self, inner: Mapping[int, torch.Tensor], found: Mapping[KeptTensor, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """By `id` of what the model saw in their places: weights, arguments and tensors of the state, which are the loop's own."""
+        arguments = {id(inner[id(leaf)]): leaf for leaf in self._leaves if id(leaf) in inner}
+        pairs = zip(self._found.originals, found.values(), strict=True)
+        # what is written to in place is another tensor from then on
+        return self._aliases.own | arguments | {id(each): original for original, each in pairs if is_entering(each)}
+
+    def _give_back(self, own: Mapping[int, torch.Tensor]) -> dict[Place, Any]:
+        """Put the loop's own tensors back into the model's state; return what the call has put there."""
+        before = self._before.state.news()
+        now = {place: exchanged(value, own) for place, value in before.items()}
+        self._before.state.put({place: value for place, value in now.items() if value is not before[place]})
+        return now
+
+    def _take_outputs(
+        self, output: Any, left: Mapping[Place, Any], own: Mapping[int, torch.Tensor], began: int, *, is_alone: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Take over the graph of what the call returns and leaves in the model's state; returns the values.
+
+        Args:
+            output: what it returns.
+            left: what it has put into the model's state.
+            own: the loop's own tensors, which have no graph within.
+            began: number of torch's operators when it began.
+            is_alone: no operator before that has a graph that it can have used.
+        """
+
+        def is_made(tensor: torch.Tensor) -> bool:
+            return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= began
+
+        # the state may have got tensors of the loop's from elsewhere
+        left = {place: value for place, value in left.items() if any(map(is_made, differentiable(value).values()))}
+        self._places, self._output = [*left], [output, *left.values()]
+        known = {id(each) for each in own.values()}
+        tensors = {path: t for path, t in differentiable(self._output).items() if id(t) not in known}
+        self._graph = {path: t for path, t in tensors.items() if path[0] == 0 or is_made(t)}
         self._paths = list(self._graph)
+        self._retained = [number for number, each in enumerate(self._graph.values()) if each.retains_grad]
         nodes = set() if is_alone and not self._found.kept else graphs.nodes_of(self._graph.values())
         self.goes_on = any(node._sequence_nr() < began for node in nodes)
         self._found.forget_unused(nodes)
-        self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
-        self._retained = [number for number, each in enumerate(self._graph.values()) if each.retains_grad]
         return tuple(tensor.detach() for tensor in self._graph.values())
-
-    def _given_back(self, found: Mapping[KeptTensor, torch.Tensor]) -> dict[Place, Any]:
-        """Put tensors of the loop's back where stand-ins for them are; return what the call has put into the model's state."""
-        # what is written to in place is another tensor from then on
-        pairs = zip(self._found.originals, found.values(), strict=True)
-        unwritten = {id(each): original for original, each in pairs if is_entering(each)}
-        own = unwritten | self._aliases.own
-        before = self._before.news()
-        now = {place: exchanged(value, own) for place, value in before.items()}
-        self._before.put({place: value for place, value in now.items() if value is not before[place]})
-        return now
 
     def _allow_own_writes(self) -> None:
         """What the call itself writes to its arguments is put back before it is run again."""
@@ -314,7 +338,7 @@ class GuardedCall:
             with inside or nullcontext(), self._autocast.entered(), hooks.within(self._under_way):
                 with self._of_theirs():
                     output = self._run(*args, **kwargs)
-                news = self._before.news()
+                news = self._before.state.news()
                 return at([output, *(news.get(place) for place in self._places)], self._paths)
         finally:
             now.restore()
@@ -468,15 +492,6 @@ class _Rest:
         with self.aliases.in_place():
             torch.autograd.backward([self.edges[path] for path in wanted], list(wanted.values()), retain_graph=keep)
         return (*_taken(self.inputs), *self.aliases.take_gradients())
-
-
-def _graph_of(value: Any) -> Iterable[torch.Tensor]:
-    return differentiable(value).values()
-
-
-def _made_since(sequence_nr: int) -> Callable[[torch.Tensor], bool]:
-    """Return what tells whether an operator since then has made a tensor, and not one of the loop's before."""
-    return lambda tensor: tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= sequence_nr
 
 
 def _edges(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, Any]:

@@ -159,31 +159,43 @@ class Rescuer:
                 shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None
             )
 
+        goes_on = False
         try:
             self._current_aliases().deliver()
             output = self.recovery.until_it_fits(work, make_room)
-            if guarded is not None and guarded.goes_on:
-                guarded.start_over()
-                self._live_session.log.note_once(
-                    f"a call of {type(self._model).__name__} goes on from the graph of an earlier one: memory that runs out in its backward pass is not rescued"
-                )
-                output = run(*args, **kwargs)
-            if self._current_aliases().deliver():
-                self._derives_itself = True
-                self._live_session.log.note_once(
-                    f"{type(self._model).__name__} runs a backward pass in its forward, which cannot be repeated: memory that runs out there is not rescued"
-                )
-            self.recovery.work_begins()
-            self._loop_code.begin()
+            goes_on = guarded is not None and guarded.goes_on
+            if not goes_on:
+                self._learn_of_own_backward()
+                self._loop_code_begins()
+                return output
+            self._live_session.log.note_once(
+                f"a call of {type(self._model).__name__} goes on from the graph of an earlier one: memory that runs out in its "
+                "backward pass is not rescued"
+            )
         except Exception as error:
             if not (guarded.is_own(error) if guarded is not None else self.is_own(error)):
                 raise
             self.steps_aside(error)
-        else:
-            return output
         if guarded is not None:
             guarded.start_over()
-        return run(*args, **kwargs)
+        output = run(*args, **kwargs)
+        if goes_on:
+            with self._stepping_aside():
+                self._loop_code_begins()
+        return output
+
+    def _learn_of_own_backward(self) -> None:
+        """Note where a model runs a backward pass in its forward, whose gradients are the parameters' from then on."""
+        if self._current_aliases().deliver():
+            self._derives_itself = True
+            self._live_session.log.note_once(
+                f"{type(self._model).__name__} runs a backward pass in its forward, which cannot be repeated: memory that runs "
+                "out there is not rescued"
+            )
+
+    def _loop_code_begins(self) -> None:
+        self.recovery.work_begins()
+        self._loop_code.begin()
 
     def is_own(self, error: BaseException) -> bool:
         """Return whether an error that is none of the loop's is one of memlab's making: neither a refusal nor a lack of memory."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.aliases import put_back, version_of
-from memlab.runtime.model_state import KeptTensor, Place, State, Written
+from memlab.runtime.model_state import KeptTensor, State, Written
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness, RandomState
 from memlab.runtime.touch import own_class
@@ -76,23 +76,10 @@ class Start:
         return {id(kept.seen) for kept in (self._state.tensors if self._state is not None else ()) if kept.is_copied}
 
     @property
-    def derived(self) -> list[KeptTensor]:
-        """Tensors in the model's state that gradients come to: inputs of the call, beside its arguments."""
-        return [kept for kept in (self._state.tensors if self._state is not None else ()) if kept.derives]
-
-    def lend(self, instead: dict[KeptTensor, torch.Tensor]) -> None:
-        """Put other tensors in the places of some, before anything has changed."""
-        if instead and self._state is not None:
-            self._state.put_back(instead)
-
-    def news(self) -> dict[Place, Any]:
-        """Return what the call has put into the model's state."""
-        return self._state.news() if self._state is not None else {}
-
-    def put(self, values: dict[Place, Any]) -> None:
-        """Put values in places that `news` has named."""
-        if self._state is not None:
-            self._state.put(values)
+    def state(self) -> State:
+        """What the model reaches, where that was looked at."""
+        assert self._state is not None
+        return self._state
 
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone, and which other tensors it writes to."""

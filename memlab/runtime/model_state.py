@@ -159,7 +159,7 @@ class State(Walk):
                 self.met(_Parameters(module._parameters))
             if _keeps_statistics(module):
                 self._keep_frozen(module, device)
-        self._of_modules = len(self._contents)
+        self._modules_hold = len(self._contents)  # containers; those that follow belong to the objects
         for value in objects:
             self.look_at(value, "", 0)
         if self._tensors:
@@ -231,7 +231,7 @@ class State(Walk):
     def news(self) -> dict[Place, Any]:
         """Return the values that were not there before, in what modules refer to: other runs get other arguments."""
         found: dict[Place, Any] = {}
-        for number, (container, before) in enumerate(self._contents[: self._of_modules]):
+        for number, (container, before) in enumerate(self._contents[: self._modules_hold]):
             for key, value in container.read().items():
                 was = before.get(key, ABSENT)
                 if value is not was and not (type(was) is KeptTensor and was.seen is value):

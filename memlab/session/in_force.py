@@ -92,7 +92,7 @@ class InForce:
         self._host = host or Host()
         self._host.techniques = lambda: self.techniques
         self._host.aliases = lambda: self._aliases
-        self._aliases = 0
+        self._aliases = 0  # of each weight: what a change that fails goes back to
         self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
         self.is_engine = False  # whether one of them is an engine
         self.optimizers: list[Optimizer] = []  # those the techniques are attached to

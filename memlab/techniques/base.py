@@ -52,6 +52,8 @@ class Description:
     gives_nothing: str  # where it does not lower the peak, or is refused
 
 
+HOLDS_GRADIENTS = "the loop holds gradients beside its weights (in a list, or as views)"
+
 ModelCall = Callable[..., Any]
 State = dict[str, Any]
 Stepper = Callable[[Sequence[torch.nn.Parameter]], None]

@@ -192,13 +192,19 @@ def test_a_click_after_a_plan_that_is_refused_later_comes_into_force_without_it(
     assert control.moment().plan == session.plan == Plan.parse("--checkpoint")
 
 
-def test_clicks_on_two_models_of_one_loop_add_up(workload: Workload) -> None:
-    other, control = Blocks(), control_of(workload.model)
+def with_another(control: Control, workload: Workload) -> tuple[Workload, Session, Session, Control]:
+    """A second model that trains in the loop of a first: it, the sessions of both, and its own control."""
+    other = Blocks()
     control.begin(workload)
     beside = Workload(other, torch.optim.SGD(other.parameters(), lr=0.1), workload.batch, mse_loss)
     session, second = session_of_control(control), fit(beside)
     train_together([session, second])
-    panel = control_of(other)
+    return beside, session, second, control_of(other)
+
+
+def test_clicks_on_two_models_of_one_loop_add_up(workload: Workload) -> None:
+    control = control_of(workload.model)
+    beside, session, second, panel = with_another(control, workload)
     panel.stage = Later()
     panel.follow(second)
     with session, second, Cell(control, workload):
@@ -217,12 +223,8 @@ def test_clicks_on_two_models_of_one_loop_add_up(workload: Workload) -> None:
 
 
 def test_each_model_of_a_loop_has_a_panel_that_shows_and_holds_the_loop(workload: Workload) -> None:
-    other, control = Blocks(), control_of(workload.model)
-    control.begin(workload)
-    beside = Workload(other, torch.optim.SGD(other.parameters(), lr=0.1), workload.batch, mse_loss)
-    session, second = session_of_control(control), fit(beside)
-    train_together([session, second])
-    panel = control_of(other)
+    control = control_of(workload.model)
+    beside, session, second, panel = with_another(control, workload)
     panel.stage = stage = Later()
     shown: list[Activity] = []
     end_watching = panel.watch(lambda moment: shown.append(moment.activity))

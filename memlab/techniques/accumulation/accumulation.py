@@ -271,11 +271,9 @@ class Accumulation(Technique):
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
         shape = self._shape_of(whole, layout)
         found = _known(self._verdicts.get(shape, {}), grain)
-        before = found if isinstance(found, SplitVerdict) and found.chooses else None
+        before = found if isinstance(found, SplitVerdict) and self._is_judged_again(found, shape) else None
         if before is not None:
-            calls = self._calls[shape] = self._calls.get(shape, 1) + 1
-            if calls.bit_count() == 1:
-                found = ()
+            found = ()
         if isinstance(found, (RefusalError, tuple)):
             # else it is looked at when it runs
             self._check_condition(whole, self._surroundings())
@@ -299,6 +297,13 @@ class Accumulation(Technique):
                 self._probes[self._condition] = probe
             self._verdicts.setdefault(self._shape_of(whole, layout), {})[grain] = found
         return found
+
+    def _is_judged_again(self, known: SplitVerdict, shape: tuple[Any, ...]) -> bool:
+        """Return whether what is known of calls of a shape is looked at once more: at the second of them, the fourth, the eighth."""
+        if not known.chooses:
+            return False
+        calls = self._calls[shape] = self._calls.get(shape, 1) + 1
+        return calls.bit_count() == 1
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(self._model, without_buffers_of=self._per_part)

@@ -231,7 +231,8 @@ class MicroRun:
         began = sequence_nr()
         with torch.set_grad_enabled(keeps_graph or self._learnt.needs_graph):
             micro_batch, outputs = self._run(index)
-        if keeps_graph and self._snapshot is not None and self._snapshot.derived():
+        is_looked_at = keeps_graph and (is_last or not index)  # one part, as the others are alike
+        if is_looked_at and self._snapshot is not None and self._snapshot.derived():
             reason = earlier_graph(type(self._model).__name__, outputs.leaves, began, self._snapshot)
             if reason:
                 raise RefusalError(_FIELD, reason, KEEP_WHOLE)

@@ -61,7 +61,7 @@ from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
 from memlab.runtime.lifetimes import gradient_is_held, overlap
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique, process_count
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Technique, process_count
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
 from memlab.techniques.offload.spill import is_spilled
 
@@ -555,7 +555,7 @@ _WRITTEN_LATER = (
 )
 
 _HELD = (
-    "the loop holds gradients beside its weights (in a list, or as views), which would be freed under it",
+    f"{HOLDS_GRADIENTS}, which would be freed under it",
     _LEAVE_OUT,
 )
 

@@ -42,7 +42,7 @@ from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, State, Technique, process_count
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, Technique, process_count
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
@@ -124,7 +124,7 @@ class OffloadParams(Technique):
         ):
             raise RefusalError(
                 self.field,
-                "params: the loop holds gradients beside its weights (in a list, or as views), which would be others off the device",
+                f"params: {HOLDS_GRADIENTS}, which would be others off the device",
                 "use --offload optimizer,activations, or drop them first (optimizer.zero_grad())",
             )
         if not isinstance(self.predecessor, OffloadParams) and not _movable(workload.model, blocks):

@@ -32,7 +32,7 @@ from memlab.runtime.lifetimes import gradient_is_held
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, State, Technique
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, Technique
 from memlab.techniques.precision.first_call import AUTOCAST_DTYPES, FirstCalls, refuse_backward_hooks
 from memlab.techniques.precision.loss_scale import LossScale, scaled_gradient
 from memlab.techniques.precision.masters import Masters
@@ -40,7 +40,7 @@ from memlab.techniques.precision.packed_moments import PackedMoments
 from memlab.techniques.precision.pure_bf16 import PureBf16, as_fp32
 
 _HELD = (
-    "the loop holds gradients beside its weights (in a list, or as views), which would be others in bf16",
+    f"{HOLDS_GRADIENTS}, which would be others in bf16",
     "use --bf16, or drop them first (optimizer.zero_grad())",
 )
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch gives each
@@ -193,7 +193,7 @@ class PrecisionChoice(Technique):
     # -- calls ---------------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._pure is not None and self._pure.has_loops_gradients:
+        if self._pure is not None and self._pure.refuses_call():
             raise RefusalError(self.field, *_HELD)
         model = None if self._is_looked_at else self._model()
         if model is None or all(part in self._known for part in model.modules()):
@@ -262,7 +262,7 @@ class PrecisionChoice(Technique):
             yield
             return
         # where the loop is guarded, aliases of weights are in their places
-        of = {tensor.data_ptr(): tensor for tensor in self._masters.tensors}
+        of = {tensor.data_ptr(): tensor for tensor in self._masters.tensors if tensor.numel()}
         tensors = [*model.parameters(), *model.buffers()]
         aliases = [
             (each, of[each.data_ptr()]) for each in tensors if each not in self._masters and each.data_ptr() in of

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -36,6 +37,16 @@ from memlab.runtime.tree import Lent, in_leaves, tensors_in
 from memlab.techniques.base import ModelCall
 from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.own_form import OwnForm
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A gradient that the loop has given a weight, and has elsewhere as well."""
+
+    weight: torch.Tensor
+    gradient: torch.Tensor  # the loop's
+    made: torch.Tensor  # in bf16, which the weight has
+    version: int  # of that, when it was made
 
 
 class PureBf16:
@@ -64,8 +75,7 @@ class PureBf16:
         found = {id(tensor): tensor for tensor in (*model.parameters(), *convertible_buffers(model))}
         split = [each for each in found.values() if each.dtype is torch.float32 and id(each) not in whole]
         held = held_by_others(split, aliases)
-        # by id: a weight, a gradient that the loop has given it and has itself, how often that was written, and what came of it
-        self._given: dict[int, tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]] = {}
+        self._given: dict[int, _Given] = {}  # by id of the weight
         self._is_refused = False  # a call is, because of these
         undo.callback(self._give_gradients_back)
         for tensor in split:
@@ -200,25 +210,24 @@ class PureBf16:
     def _gradient_given(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         made = gradient.to(tensor.dtype)
         if made is not gradient and is_shared(gradient):
-            self._given[id(tensor)] = tensor, gradient, made._version, made
+            self._given[id(tensor)] = _Given(tensor, gradient, made, made._version)
         return made
 
     def _forget_dropped(self) -> None:
         if not self._is_refused:  # another plan that goes as well may have made others of them
-            self._given = {key: given for key, given in self._given.items() if given[0].grad is given[-1]}
+            self._given = {key: each for key, each in self._given.items() if each.weight.grad is each.made}
 
-    @property
-    def has_loops_gradients(self) -> bool:
+    def refuses_call(self) -> bool:
         """Return whether a backward pass would add to gradients that the loop has elsewhere, and not be seen there."""
         self._forget_dropped()
         self._is_refused = bool(self._given)
         return self._is_refused
 
     def _give_gradients_back(self) -> None:
-        for tensor, gradient, version, made in self._given.values():
-            if made._version != version:
-                gradient.copy_(made)
-            tensor.grad = gradient
+        for each in self._given.values():
+            if each.made._version != each.version:
+                each.gradient.copy_(each.made)
+            each.weight.grad = each.gradient
         self._given.clear()
 
     @contextmanager
