@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from memlab.errors import TraceError, WorkloadError
 from memlab.runtime.batch import Batch
@@ -448,6 +449,10 @@ class Replay:
         self._give()
         # what outlives the step because a parameter holds it
         self._held = {number for entry in tape.entries if entry.what == _GRADIENT for number in entry.results.values()}
+        # of those, what the loop does not let go of within the step: the parameters' alone, as techniques refuse or spare
+        # gradients that somebody else has
+        gone = {number for entry in tape.entries for number in (*entry.before, *entry.after)}
+        self._of_parameters: dict[int, TensorWeakRef | None] = dict.fromkeys(self._held - gone)
 
     def _give(self) -> None:
         """Have what the loop is given there, also what it let go of in the step before."""
@@ -488,11 +493,23 @@ class Replay:
 
     def _is_gone(self, number: int) -> bool:
         """Return whether a gradient is not there that was there in the loop, as when a plan has released it."""
-        return number in self._held and number not in self._values
+        return number in self._held and self._value(number) is None
+
+    def _value(self, number: int) -> torch.Tensor | None:
+        reference = self._of_parameters.get(number)
+        return self._values.get(number) if reference is None else reference()
+
+    def _keep(self, number: int, tensor: torch.Tensor) -> None:
+        if number in self._of_parameters:
+            self._of_parameters[number] = TensorWeakRef(tensor)
+        else:
+            self._values[number] = tensor
 
     def _drop(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._values.pop(number, None)
+            if number in self._of_parameters:
+                self._of_parameters[number] = None
 
     def _run(self, entry: _Entry) -> None:
         what = entry.what
@@ -515,13 +532,14 @@ class Replay:
         del args, kwargs
         for place, number in entry.results.items():
             if number >= 0 and place in results:
-                self._values[number] = results[place]
+                self._keep(number, results[place])
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, _Value):
-            if leaf.number not in self._values:
+            value = self._value(leaf.number)
+            if value is None:
                 raise TraceError("the loop uses an output of the model that there is none of under this plan")
-            return self._values[leaf.number]
+            return value
         return self._parts[leaf.model][leaf.place] if isinstance(leaf, _Part) else leaf
 
 
