@@ -65,7 +65,7 @@ class Controls:
         self._most_bytes = 0
         self._heard: dict[str, int] = {}
         self._presses: dict[str, Callable[[], None]] = {
-            "run": lambda: source.run(keep=self._keeps),
+            "run": lambda: source.run(keep=self._keeps and Can.AS_RECORDED not in source.can()),
             "pause": lambda: source.resume() if Can.RESUME in source.can() else source.pause(),
             "cancel": source.cancel,
             "find": source.find,
@@ -162,7 +162,7 @@ def _reasons(can: Can, moment: Moment) -> dict[str, str | None]:
     run = None if Can.RUN in can else NEEDS_LOSS if Can.PREDICT in can else unknown
     return {
         "run": run,
-        "keep": run,
+        "keep": NEEDS_LOSS if Can.AS_RECORDED in can else run,
         "pause": None if can & (Can.PAUSE | Can.RESUME) else "",
         "cancel": None if Can.CANCEL in can else "",
         "find": unknown if Can.FIND not in can else "set a budget first" if moment.budget_bytes is None else None,

@@ -306,6 +306,8 @@ class Control(Observer):
         if self._activity is Activity.IDLE:
             is_free = self.stage.can_play and self.model.batch is not None and not self.is_taken()
             run = Can.RUN if self.model.has_loss else Can.NOTHING
+            if self.model.has_own_step:
+                run = Can.RUN | Can.AS_RECORDED
             return Can.SWITCH | Can.UNDO | (run | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
         paused = Can.RESUME if self._hold.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
@@ -505,7 +507,7 @@ class Control(Observer):
 
     def _run(self, *, keep: bool) -> None:
         workload = self.model.workload()
-        if not self.model.has_loss:
+        if not self.model.has_loss and (keep or not self.model.has_own_step):
             raise WorkloadError(NEEDS_LOSS)
         if self._playing is not None or Can.RUN not in self.can():
             return

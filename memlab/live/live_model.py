@@ -6,13 +6,14 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from memlab.errors import MemlabError, WorkloadError
-from memlab.measuring.runs import require_complete, training_step
+from memlab.measuring.runs import replayed, require_complete, training_step
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
@@ -21,7 +22,7 @@ from memlab.runtime.loop_mode import resumed
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
-from memlab.session.tape import Tape
+from memlab.session.tape import Tape, own_step_of
 
 NEEDS_LOSS = (
     "the loop computes the loss itself: name a loss function, as in %memfit panel --batch inputs,target --loss-fn NAME"
@@ -58,6 +59,12 @@ class LiveModel:
     def has_loss(self) -> bool:
         """Return whether steps can be made by themselves, as far as is known."""
         return self.loss_fn is not None or self.returns_loss is not False
+
+    @property
+    def has_own_step(self) -> bool:
+        """Return whether the loop computes the loss, and a step of it was recorded that can be run again."""
+        is_recorded = not self.has_loss and self.tape is not None and self.batch is not None
+        return is_recorded and own_step_of(self.workload()) is not None
 
     def called_in_loop(self, batch: Batch, tape: Tape | None) -> None:
         """Take in what the loop calls it with, unless inputs and target for a loss function were named."""
@@ -152,21 +159,22 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
         for optimizer in workload.optimizers:
             optimizer.zero_grad(set_to_none=True)
     if before is None:
-        yield from _steps(workload)
+        yield from _steps(workload, partial(training_step, workload))
         return
+    tape = own_step_of(workload)
     try:
-        yield from _steps(workload)
+        yield from _steps(workload, partial(training_step, workload) if tape is None else replayed([workload], tape))
     finally:
         _put_back(session, before, start)
 
 
-def _steps(workload: Workload) -> Generator[float]:
+def _steps(workload: Workload, step: Callable[[], float]) -> Generator[float]:
     modes = {module: module.training for module in workload.model.modules()}
     workload.model.train()
     try:
         while True:
             with resumed():
-                loss = training_step(workload)
+                loss = step()
             yield loss
     finally:
         for module, was_training in modes.items():

@@ -23,6 +23,7 @@ class Can(Flag):
     PREDICT = auto()
     FIND = auto()
     UNDO = auto()
+    AS_RECORDED = auto()  # steps are run as one of the loop was recorded, and cannot be kept
 
 
 class Source(Protocol):

@@ -28,7 +28,7 @@ from memlab.runtime.ownership import needs_closure
 from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
-from memlab.session.tape import Replay, Tape, tape_of
+from memlab.session.tape import Replay, Tape, own_step_of, tape_of
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
 
 # steps that are observed in detail and so not timed; see `Meter`
@@ -257,8 +257,8 @@ def _measured_in(
         session.observers.only([Beside(meter, number)])
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)
-    meter.tape = tape_of(workloads) if len(workloads) > 1 else None  # that of one is for stand-ins
-    step = partial(_in_turn, workloads) if meter.tape is None else _replayed(workloads, meter.tape)
+    meter.tape = tape_of(workloads) if len(workloads) > 1 else own_step_of(workloads[0])
+    step = partial(_in_turn, workloads) if meter.tape is None else replayed(workloads, meter.tape)
     try:
         meter.plan_changed(plan)
         losses = [step() for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)]
@@ -273,12 +273,13 @@ def _in_turn(workloads: Sequence[Workload]) -> float:
     return sum(training_step(each, needs_loss=len(workloads) == 1) for each in workloads)
 
 
-def _replayed(workloads: Sequence[Workload], tape: Tape) -> Callable[[], float]:
+def replayed(workloads: Sequence[Workload], tape: Tape) -> Callable[[], float]:
     """Return what runs the step of a loop as it was recorded; which of its numbers is a loss is not known."""
     replay = Replay(
         tape,
         {id(each.model): each.model for each in workloads},
         {id(optimizer): optimizer for each in workloads for optimizer in each.optimizers},
+        batch=call_of(workloads[0]) if len(workloads) == 1 else None,
     )
     replay.begin()
 

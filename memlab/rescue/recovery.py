@@ -209,7 +209,7 @@ class Recovery:
     def _changes_to(self, plan: Plan) -> bool:
         """Put a plan in force; False where it does not apply, or there is no room to change to it."""
         try:
-            self._session().switching.change(plan, noted=False)
+            self._session().switching.change(plan, noted=False, of_rescue=True)
         except (RefusalError, MemoryError, RuntimeError) as error:
             if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
                 raise

@@ -61,6 +61,7 @@ class Switching:
         # the plan before rescues, where it is not on trial itself: what is refused of it ends the loop
         self._asked: Plan | None = None
         self.refused: set[Plan] = set()  # plans that turned out not to apply since one was asked for last
+        self._is_of_rescue = False  # whether nobody asked for the plan in force
         self._withdrawn: MemlabError | None = None  # why, from the middle of the loop's own code
         self._model: nn.Module | None = None  # kept while techniques are on it, whose undo needs it
         host = Host(
@@ -68,6 +69,7 @@ class Switching:
             only_tried=lambda: observers.tell("only_tried"),
             storage_resized=lambda storage: observers.tell("storage_resized", storage),
             on_trial=lambda: self.is_on_trial,
+            of_rescue=lambda: self._is_of_rescue,
             withdraw=self._withdraw,
             refused=lambda refusal: observers.tell("refused", refusal),
             is_led=is_led,
@@ -104,7 +106,15 @@ class Switching:
 
     # -- changing ------------------------------------------------------------------------------
 
-    def change(self, plan: Plan, *, noted: bool = True, to_the_end: bool = False, on_trial: bool = False) -> None:
+    def change(
+        self,
+        plan: Plan,
+        *,
+        noted: bool = True,
+        to_the_end: bool = False,
+        on_trial: bool = False,
+        of_rescue: bool = False,
+    ) -> None:
         """Change to another plan at once, from whatever thread training has come to; see `Session.switch` and `InForce.change`.
 
         A change that is not `noted` is not in the log: it serves the plan that was asked for last.
@@ -119,7 +129,7 @@ class Switching:
             self._model = self._workload.model if self.in_force.techniques else None
             if plan == before:
                 return
-            self._withdrawn = None
+            self._withdrawn, self._is_of_rescue = None, of_rescue
             if noted:
                 self.refused.clear()
                 self._asked = None

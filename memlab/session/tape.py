@@ -109,6 +109,7 @@ class Tape:
     keeps_gradients: bool = False  # whether those of the step before are there when a model is first called
     # whether a step has one call, which gives the loss, and begins without gradients
     is_plain: bool = False
+    has_own_loss: bool = False  # whether no call gives a loss: the loop computes it
     ends_with_update: bool = False  # whether no model is called after the first update
     problem: str = ""  # why it cannot be run again; empty when it can
 
@@ -142,6 +143,12 @@ def tape_of(workloads: Sequence[Workload]) -> Tape | None:
             "%%memfit --checkpoint"
         )
     return tape
+
+
+def own_step_of(workload: Workload) -> Tape | None:
+    """Return the recorded step that a workload trains by, where it has no loss but the loop's own; None where it has one."""
+    tape = tape_of([workload])
+    return tape if tape is not None and tape.has_own_loss else None
 
 
 class _Alive(weakref.ref[torch.Tensor]):
@@ -233,7 +240,7 @@ class Recorder(UncompiledMode):
         self.drop()
         if not was_there:
             return None
-        of_step = (self._shapes, self._keeps_gradients, is_plain, ends, problem)
+        of_step = (self._shapes, self._keeps_gradients, is_plain, not self._losses, ends, problem)
         return Tape(whole, given, written, self._gradients, models, optimizers, rows, *of_step)
 
     # -- what is recorded ----------------------------------------------------------------------
@@ -437,9 +444,11 @@ class Replay:
         optimizers: Mapping[int, Optimizer],  # likewise
         # what stands for a tensor that the loop was given; by default itself, or a copy where the step writes to it
         stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        batch: Batch | None = None,  # what the first call is given; by default what was recorded of it
     ) -> None:
         self._tape = tape
         self._stand_in = stand_in
+        self._batch = {} if batch is None else _given_to_first_call(tape, batch)
         self._entries = tape.entries
         self._gradients = tape.gradients
         self._models = [models[id(model())] for model in tape.models]
@@ -457,7 +466,7 @@ class Replay:
     def _give(self) -> None:
         """Have what the loop is given there, also what it let go of in the step before."""
         for number, given in self._tape.given.items():
-            tensor = given()
+            tensor = self._batch.get(number, given())
             if number in self._values or tensor is None:
                 continue
             if self._stand_in is not None:
@@ -541,6 +550,15 @@ class Replay:
                 raise TraceError("the loop uses an output of the model that there is none of under this plan")
             return value
         return self._parts[leaf.model][leaf.place] if isinstance(leaf, _Part) else leaf
+
+
+def _given_to_first_call(tape: Tape, batch: Batch) -> dict[int, torch.Tensor]:
+    first = next(entry for entry in tape.entries if isinstance(entry.what, _Call))
+    leaves, structure = flatten((batch.args, dict(batch.kwargs)))
+    if structure != first.structure:
+        return {}
+    pairs = zip(first.leaves, leaves, strict=True)
+    return {leaf.number: value for leaf, value in pairs if isinstance(leaf, _Value) and isinstance(value, torch.Tensor)}
 
 
 def _by_place(output: Any) -> dict[Any, torch.Tensor]:

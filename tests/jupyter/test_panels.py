@@ -194,21 +194,31 @@ def test_a_run_between_two_cells_that_free_gradients_is_measured_like_their_step
     assert made("print(model[0].weight.grad is None)").error is None
 
 
-def test_a_run_waits_for_a_loss_function_where_the_loop_computes_the_loss(made: Cell, shell: Any) -> None:
+def test_a_run_makes_the_recorded_step_where_the_loop_computes_the_loss(made: Cell, shell: Any) -> None:
     made(f"%%memfit\n{TRAIN}")
     made("%memfit panel")
     control = control_of(shell.user_ns["model"])
     stage = control.stage = Playing()
     panel = Panel(control)
     hand = Hand(panel)
-    assert hand.shown["off"]["run"] == (
+    assert "run" not in hand.shown["off"]
+    assert hand.shown["off"]["keep"] == (
         "the loop computes the loss itself: name a loss function, as in %memfit panel --batch inputs,target --loss-fn NAME"
     )
     assert hand.shown["off"]["find"] == "set a budget first"
+    before = {name: value.clone() for name, value in shell.user_ns["model"].state_dict().items()}
+    hand.press("run")
+    for _ in range(2):
+        assert stage.played[-1].advance()
+    assert any(bool((value != before[name]).any()) for name, value in shell.user_ns["model"].state_dict().items())
+    hand.press("cancel")
+    assert not hand.shown["errors"]
+    assert all(bool((value == before[name]).all()) for name, value in shell.user_ns["model"].state_dict().items())
     named = "%memfit panel --batch inputs,target --loss-fn torch.nn.functional.cross_entropy"
     assert made(named).error is None
     made(f"%%memfit\n{TRAIN}")  # what the loop calls the model with goes with no loss function
     control.draw()
+    assert "keep" not in hand.shown["off"]
     hand.press("run")
     assert stage.played[-1].advance()
     hand.press("cancel")

@@ -63,7 +63,7 @@ def test_in_fp64_they_agree_to_the_last_digits(name: str, plan: str) -> None:
         assert gradient_error(gradients(model, case), expected) <= tolerances.GRADIENT_FP64
 
 
-@pytest.mark.few(0, full=2)
+@pytest.mark.few(0, full=1)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_of_a_hundred_steps(name: str) -> None:
     # activations to disk are exact and slow on tiny models: they have their own, shorter run
@@ -72,7 +72,7 @@ def test_losses_of_a_hundred_steps(name: str) -> None:
     assert deviation(losses, untouched(name, plain_loop, 100)) <= tolerances.LOSS
 
 
-@pytest.mark.few(0, full=2)
+@pytest.mark.few(0, full=1)
 @pytest.mark.parametrize("plan", plans_for(CASES["gpt2"]))
 def test_losses_of_a_hundred_steps_under_each_plan(plan: str) -> None:
     steps = 10 if "activations" in plan else 100
@@ -91,6 +91,6 @@ def test_what_keeps_the_batch_whole_is_exact_to_the_bit(name: str, plan: str) ->
 
 @pytest.mark.full
 def test_the_losses_fall() -> None:
-    for name in ("gpt2", "bert-classifier", "masked-bert", "module-logits", "contrastive", "time-first", "tied"):
+    for name in ("module-logits", "contrastive", "time-first", "tied"):
         losses = untouched(name, plain_loop, 100)
         assert losses[-1] < 0.7 * losses[0], name

@@ -36,7 +36,9 @@ FURTHER_OFF: dict[tuple[str, str], tuple[float, str]] = {
     ("lstm", "--accumulate 3 --checkpoint budget:64KiB"): (0.022, _TIME_FIRST),
 }
 # one of each kind; `MEMLAB_LONG=1` runs the others as well
-_ALIKE = () if os.environ.get("MEMLAB_LONG") else ("gpt2", "bert classifier", "loss second", "llama")
+_ALIKE = (
+    () if os.environ.get("MEMLAB_LONG") else ("gpt2", "bert classifier", "masked bert", "t5", "loss second", "llama")
+)
 _NAMES = mostly_full([name for name in FAMILIES if name not in _ALIKE], "mlp", "tied")
 
 

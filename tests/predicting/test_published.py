@@ -20,7 +20,7 @@ from tests.bench.published import (
 )
 
 
-@pytest.mark.full
+@pytest.mark.few(0, full=0)
 def test_bert_large_on_a_v100() -> None:
     rows = predicted_bert([BERT[0], BERT[4]])
 

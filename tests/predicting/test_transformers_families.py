@@ -11,8 +11,6 @@ from memlab.errors import RefusalError
 from memlab.predicting import predict
 from tests.predicting.transformers_families import FAMILIES, workload_of
 
-pytestmark = pytest.mark.full
-
 _WORST = 0.001
 _FURTHER_OFF = {
     "gpt-j": (0.0015, "a split call copies tensors that are attributes of modules, here tables of positions"),
@@ -39,6 +37,7 @@ def _plans_of(name: str) -> list[str]:
     return list(itertools.islice(itertools.cycle(PLANS), first % len(PLANS), first % len(PLANS) + _PLANS_EACH))
 
 
+@pytest.mark.few(0, full=9)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_peaks_of_a_family(name: str) -> None:
     workload = workload_of(name)
@@ -59,6 +58,7 @@ def test_peaks_of_a_family(name: str) -> None:
     assert not {plan: f"{error:+.3%}" for plan, error in errors.items() if abs(error) > most}
 
 
+@pytest.mark.full
 def test_rows_that_only_values_show_to_depend_on_each_other_are_predicted() -> None:
     """Texts and images of CLIP meet in a square, which shapes alone allow to divide: measuring refuses it."""
     workload = workload_of("clip")

@@ -92,7 +92,7 @@ def cases() -> list[tuple[str, str, int]]:
     return [(*case, step) for i, case in enumerate(every) for step in ((0, 1) if LONG or i % 8 == 0 else (1,))]
 
 
-@pytest.mark.few(2, full=28)
+@pytest.mark.few(2, full=14)
 @pytest.mark.timeout(7200 if LONG else 300)
 @pytest.mark.parametrize(("family", "plan", "step"), cases())
 def test_nothing_is_lost(family: str, plan: str, step: int) -> None:

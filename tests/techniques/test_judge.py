@@ -8,7 +8,8 @@ import contextvars
 import copy
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from memlab import RefusalError, Workload, fit
+from memlab.plan import Plan
+from memlab.session import Session
 from memlab.techniques.accumulation import judge as _judge
 from memlab.techniques.accumulation.judgement import TOLERANCE
 from tests.techniques.models import Regressor, distance, gradients, regression_batch, workload
@@ -695,7 +698,9 @@ def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch
     expected = gradients(model)
     with fit(workload(model), "--accumulate 4") as session:
         model(*batch).backward()
-        assert session.notes == ("memory for 2 of 8 rows to see whether the batch may be split",)
+        assert session.notes == (
+            "memory for 2 of 8 rows to see whether the batch may be split, of all only what is returned was compared",
+        )
     assert tried == [8, 2]
     assert distance(gradients(model), expected) < 1e-6
 
@@ -705,7 +710,77 @@ def test_parts_that_steps_will_run_anyway_are_judged_whatever_is_expected(monkey
     model, batch = Regressor(), regression_batch(8)
     with fit(workload(model), "--accumulate 2") as session:
         model(*batch).backward()
-        assert session.notes == ("memory for 4 of 8 rows to see whether the batch may be split",)
+        assert session.notes == (
+            "memory for 4 of 8 rows to see whether the batch may be split, of all only what is returned was compared",
+        )
+
+
+class _Tight(nn.Module):
+    """A model with memory for the graph of one row, and for more rows without one."""
+
+    def __init__(self, before: Any = None, together: Any = None, most_rows: int = 4) -> None:
+        super().__init__()
+        self.inner, self.before, self.together, self.most_rows = nn.Linear(6, 1).double(), before, together, most_rows
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > (1 if torch.is_grad_enabled() else self.most_rows):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if self.before is not None:
+            self.before(self)
+        output = self.inner(x)
+        return output if self.together is None else self.together(output)
+
+
+@contextmanager
+def _in_single_rows(model: nn.Module, *, of_rescue: bool = False) -> Iterator[Session]:
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), 0.1))) as session:
+        session.switching.change(Plan.parse("--accumulate 4"), noted=not of_rescue, of_rescue=of_rescue)
+        yield session
+
+
+def test_where_in_single_rows_all_are_compared_without_gradients() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    model = _Tight()
+    sum(model(row[None]).square().sum() for row in x).backward()
+    expected = gradients(model)
+    with _in_single_rows(model, of_rescue=True) as session:
+        model(x).square().sum().backward()
+        assert session.notes == (
+            "no memory to see whether the batch may be split: what is returned was compared, no gradients",
+        )
+    assert distance(gradients(model), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (_Tight(lambda model: model.calls.add_(1)), "the forward pass changes buffer calls"),
+        (_Tight(lambda model: setattr(model, "newest", 1)), "the forward pass changes"),
+        (
+            _Tight(together=lambda y: y * (torch.arange(len(y)) % 4 < 3)[:, None]),
+            "rows of a batch depend on each other",
+        ),
+    ],
+    ids=["buffer", "attribute", "places"],
+)
+def test_what_values_alone_show_to_be_no_sum_of_parts_is_refused(model: nn.Module, reason: str) -> None:
+    before, x, random_state = copy.deepcopy(model.state_dict()), torch.randn(4, 6).double(), torch.get_rng_state()
+    with _in_single_rows(model), pytest.raises(RefusalError, match=reason):
+        model(x)
+    assert all(bool((value == before[name]).all()) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not hasattr(model, "newest")
+
+
+def test_a_rescue_does_not_split_what_nobody_could_compare() -> None:
+    model = _Tight(most_rows=2)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    with _in_single_rows(model) as session:
+        model(x).sum().backward()
+        assert "only a few rows were looked at" in session.notes[0]
+    with _in_single_rows(model, of_rescue=True), pytest.raises(RefusalError, match="no memory for two rows"):
+        model(x)
 
 
 class _Opaque(torch.Tensor):

@@ -20,7 +20,8 @@ Numbered rules of the mechanism:
    does something new, values that were alike by chance) is judged when it comes. A model that chooses by values (routed experts) is
    judged again with the second batch, the fourth, the eighth, and so on: one batch may not tell what another does.
 7. Each micro-batch begins with the buffers, attributes and lists the call began with; what they leave is put together and
-   written once (`surroundings`, `merge`), so that it is what the whole batch would have left.
+   written once (`surroundings`, `merge`), so that it is what the whole batch would have left. Where memory did not suffice to judge,
+   a call that leaves anything is refused, and a split that nobody asked for (a rescue) altogether if not even what is returned could be compared.
 8. A later batch that cannot be split is run whole, and the receipt says so: a loop that has come so far goes on. A batch of
    fewer rows than micro-batches is split as far as it goes, unless the plan is on trial and an earlier one can come back.
 
@@ -227,8 +228,9 @@ class Accumulation(Technique):
                 division = Division(micro_batches, layout, weights, probe.joins(whole), layout.view(whole))
                 check = partial(self._check_condition, whole)
                 run = MicroRun(
-                    self._model, call, division, self._learnt, verdict=verdict, per_part=self._per_part, check=check
-                )
+                    self._model, call, division, self._learnt, verdict=verdict, per_part=self._per_part, check=check,
+                    refuses_effects=verdict is None and not self._is_fake,
+                )  # fmt: skip
                 output = run.outputs()
                 self._has_split = True
                 return output
@@ -336,10 +338,12 @@ class Accumulation(Technique):
         for technique in self.host.techniques():
             technique.trial_over()
         self.host.only_tried()
+        if verdict is None and not judge.has_compared and self.host.of_rescue() and not self._has_split:
+            reason = f"there is no memory for two rows of a batch of {self._name}, to see whether it may be split"
+            raise RefusalError(self.field, reason, f"ask for it: --accumulate {self.plan.accumulation}")
         if verdict is None:
-            self._note_once(
-                "no memory", "no memory to see whether the batch may be split: only a few rows were looked at"
-            )
+            seen = "what is returned was compared" if judge.has_compared else "only a few rows were looked at"
+            self._note_once("no memory", f"no memory to see whether the batch may be split: {seen}, no gradients")
             return None
         if verdict.draws:
             self._note_once(
@@ -349,7 +353,9 @@ class Accumulation(Technique):
             )
         if verdict.rows < layout.rows:
             self._note_once(
-                "memory for", f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
+                "memory for",
+                f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
+                + (", of all only what is returned was compared" if judge.has_compared else ""),
             )
         starts |= verdict.starts
         return replace(verdict, starts=frozenset(starts))

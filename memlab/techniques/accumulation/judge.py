@@ -12,7 +12,7 @@ Numbered rules:
    by more, the run together is repeated with noise on its products (`rounding`), and may differ by some times as much as that
    changes it.
 4. It is done with all rows, or if memory does not suffice with those of one micro-batch. Where that is one row, and two do not fit,
-   there is no judgement.
+   there is no judgement. What all rows return and leave is compared in either case, without gradients (`Judge.has_compared`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Judge:
         self._model = model
         self._name = name
         self._probe = probe
+        self.has_compared = (
+            False  # whether all rows of the last call were run together and apart, at least without gradients
+        )
         # one comparison; it is given the call, and which rows of which layout
         self._attempt = partial(Judgement, model, name, probe, per_part, is_low or probe.is_low)
 
@@ -71,6 +74,7 @@ class Judge:
         rows = layout.rows
         micro_rows = -(-rows // parts)
         ranges = row_ranges(rows, parts)
+        compares = partial(self._compares_values, call, whole, layout, parts)
         while True:
             shortage: BaseException | None = None
             try:
@@ -78,7 +82,9 @@ class Judge:
                 if rows > max(2, micro_rows) and not self._has_room_for(call, whole, layout, rows):
                     raise torch.OutOfMemoryError("rows together are expected to take more memory than is free")
                 with exact_products():
-                    return self._judged(call, layout.take(whole, 0, rows), layout, ranges)
+                    verdict = self._judged(call, layout.take(whole, 0, rows), layout, ranges)
+                self.has_compared = rows == layout.rows or compares(verdict)
+                return verdict
             except BaseException as error:
                 # a technique below may have no room for so many rows in the budget it was given
                 is_of_another = isinstance(error, RefusalError) and error.technique != _FIELD
@@ -90,6 +96,7 @@ class Judge:
             release(shortage)
             gc.collect()
             if rows <= 2:
+                self.has_compared = compares(None)
                 return None
             rows = max(2, micro_rows)
             ranges = row_ranges(rows, 2)
@@ -128,6 +135,37 @@ class Judge:
             else ""
         )
         raise RefusalError(_FIELD, first.reason + unless, first.instead)
+
+    def _compares_values(
+        self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int, verdict: SplitVerdict | None
+    ) -> bool:
+        """Compare what all rows return and leave, without gradients; False where that cannot be seen either.
+
+        Raises:
+            RefusalError: they give something else.
+        """
+        ranges = row_ranges(layout.rows, parts)
+        goes_on = self._probe.goes_on if verdict is None else verdict.goes_on
+        for in_turn in (False, True) if verdict is None else (verdict.in_turn,):
+            attempt = self._attempt(call, whole, layout, ranges)
+            failure: BaseException | None = None
+            try:
+                with exact_products():
+                    attempt.values(in_turn=in_turn, goes_on=goes_on)
+                return True
+            except StrangeDrawError:
+                continue
+            except DisagreementError as disagreement:
+                if verdict is None and not in_turn and attempt.noise.any_drawn:
+                    continue
+                raise RefusalError(_FIELD, disagreement.reason, disagreement.instead) from None
+            except Exception as error:  # noqa: BLE001 - without memory, or without gradients, for which a model may not be made
+                failure = error
+            finally:
+                attempt.put_back()
+            release(failure)
+            gc.collect()
+        return False
 
     def _has_room_for(self, call: Callable[..., Any], whole: Call, layout: Layout, rows: int) -> bool:
         """Return whether so many rows are expected to fit, by what two of them keep for the backward pass."""

@@ -174,8 +174,40 @@ class Judgement:
         draws = self.noise.any_drawn or self.noise.draws_inside
         return SplitVerdict(
             merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, leading,
-            self.noise.chooses, draws,
+            self.noise.chooses, draws, in_turn,
         )  # fmt: skip
+
+    def values(self, *, in_turn: bool, goes_on: bool) -> None:
+        """Run rows together and apart without gradients, and compare what they return and leave: there may be memory for that alone.
+
+        Args:
+            in_turn: as for `verdict`.
+            goes_on: likewise.
+
+        Raises:
+            DisagreementError: they give something else.
+        """
+        parts = [self._layout.take(self._whole, start, stop) for start, stop in self._ranges]
+        weights = self._probe.weights(self._whole, self._layout, parts)
+        total = self._layout.rows_in(self._whole)
+        ran: list[_Run] = []
+        with self._aliases.in_place(), torch.no_grad():
+            with in_groups(self._model, self._per_part, self._rows):
+                kept = self._run(self._whole, is_whole=True)[0].without_graph()
+            self._snapshot.restore()
+            self._reset_statistics()
+            for place, (start, stop) in enumerate(self._ranges):
+                self._random.restore(host=not (goes_on and place))
+                self.noise.give(start, stop, of=total, in_turn=in_turn)
+                ran.append(self._run(parts[place], is_whole=False)[0].without_graph())
+                self._snapshot.restore()
+        if self.noise.computes_low:
+            self._agreement.tolerance = LOW_TOLERANCE
+        for run in ran:
+            self._agreement.structure(run.outputs, kept.outputs)
+        rounded = cache(lambda: self._rounded({}, total, 1, in_turn=in_turn)[0])
+        self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, rounded)
+        self._agreement.left(kept.effects, [run.effects for run in ran])
 
     def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
         """Return whether the first part gives something else, or nothing, without gradients."""
@@ -311,7 +343,8 @@ class Judgement:
         for sign, rounding in ((1, nullcontext()), (-1, Rounding(self._device, times))):
             self._random.restore()
             self.noise.give(0, rows, of=rows, in_turn=in_turn)
-            with self._aliases.in_place(), torch.enable_grad(), in_groups(self._model, self._per_part, self._rows):
+            with_graph = torch.set_grad_enabled(bool(directions))
+            with self._aliases.in_place(), with_graph, in_groups(self._model, self._per_part, self._rows):
                 with rounding:
                     run, _ = self._run(self._whole, is_whole=False)
                     self._backward(run.outputs, {i: sign * direction for i, direction in directions.items()})

@@ -100,6 +100,8 @@ class MicroRun:
         verdict: SplitVerdict | None = None,
         per_part: tuple[type[nn.Module], ...] = (),  # kinds of modules whose buffers each part updates by itself
         check: Callable[[Surroundings], None] = lambda _: None,  # raises where the verdict is of another call
+        *,
+        refuses_effects: bool = False,  # whether what a part leaves beside its output is refused, as nobody can put it together
     ) -> None:
         self._model = model
         self._call = call
@@ -122,6 +124,8 @@ class MicroRun:
         self._per_part = per_part
         self._check = check
         self._snapshot: Surroundings | None = None
+        self._refuses_effects = refuses_effects
+        self._untouched: Surroundings | None = None  # what is to stay as it is
         self._leaves_something = False  # beside its output
         self._under_way = hooks.calls_under_way()
         self._leading: list[weakref.ref[torch.Tensor]] = []  # outputs that others are, or may be, computed from
@@ -198,6 +202,8 @@ class MicroRun:
             if self._verdict is not None:
                 self._snapshot = Surroundings(self._model, self._verdict.changing, without_buffers_of=self._per_part)
                 self._check(self._snapshot)
+            elif self._refuses_effects:
+                self._untouched = Surroundings(self._model, complete=True, without_buffers_of=self._per_part)
             try:
                 for index in range(self._count):
                     self._first_run_of(index)
@@ -262,12 +268,22 @@ class MicroRun:
             leaves[position] = leaves[position].detach().requires_grad_() if inputs is None else inputs[position]
         micro_batch = self._division.micro_batches[index].with_leaves(leaves)
         output = micro_batch.run(self._call)
+        if self._untouched is not None:
+            self._check_untouched(self._untouched)
         if self._snapshot is None:
             return micro_batch, Outputs.of(output)
         effects = self._snapshot.effects()
         self._leaves_something = bool(effects)
         self._gathered.note_left(effects)
         return micro_batch, Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
+
+    def _check_untouched(self, before: Surroundings) -> None:
+        changed = [*before.effects()]
+        if changed:
+            before.restore(strict=False)
+            self.start_over()
+            reason = f"the forward pass changes {changed[0]}, and there is no memory to see what the whole batch would leave there"
+            raise RefusalError(_FIELD, reason, KEEP_WHOLE)
 
     def _before(self, micro_batch: Call) -> dict[int, torch.Tensor]:
         """By `id`, what tensors that were there before a micro-batch are for the batch."""

@@ -36,6 +36,7 @@ class SplitVerdict:
     leading: frozenset[int] = frozenset()  # outputs that others are computed from
     chooses: bool = False  # whether the model takes indices, or numbers of Python, from values it has computed
     draws: bool = False  # whether the model draws random numbers with torch
+    in_turn: bool = False  # whether they follow one part after another, and not the rows
 
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""
