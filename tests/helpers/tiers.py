@@ -2,7 +2,7 @@
 
 A test is of the full tier when it is marked `full`. One that is marked `few` runs a covering array of its parameters by
 default, so that every value of every parameter occurs, and its other cases in the full tier; `few(n)` runs n cases, and
-`few(n, full=m)` no more than m in the full tier. With `MEMLAB_LONG=1` that runs all others.
+`few(n, full=m)` no more than m in the full tier. With `MEMLAB_LONG=1` that runs all others, also of `few(0, full=0)`.
 """
 
 from __future__ import annotations

@@ -774,7 +774,7 @@ def test_what_values_alone_show_to_be_no_sum_of_parts_is_refused(model: nn.Modul
 
 
 def test_a_rescue_does_not_split_what_nobody_could_compare() -> None:
-    model = _Tight(most_rows=2)
+    model = _Tight(most_rows=3)
     x = torch.randn(4, 6, dtype=torch.float64)
     with _in_single_rows(model) as session:
         model(x).sum().backward()

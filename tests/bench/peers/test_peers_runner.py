@@ -57,7 +57,7 @@ def test_contests_run_from_one_command(tmp_path: Path, capsys: pytest.CaptureFix
             assert each.measured.numbers["sample_seconds"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.few(0, full=0)
 def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [
         "-m",
@@ -167,7 +167,7 @@ print(memlab.measure(memlab.Workload(work.model, adamw(work.model), batch=work.b
 """
 
 
-@pytest.mark.full
+@pytest.mark.few(0, full=0)
 def test_a_peers_loop_is_counted_as_memlab_counts_its_own() -> None:
     # in a process of its own, as contestants are: what other tests have left here would be counted
     ran = subprocess.run(
