@@ -31,7 +31,9 @@ def mark_full(items: list[pytest.Item]) -> None:
         values = [_values(item) for item in same]
         kept = set(covering(values, *marker.args))
         most = len(same) if os.environ.get("MEMLAB_LONG") else marker.kwargs.get("full", len(same))
-        in_full = {*kept, *covering(values, most)}
+        # of one parameter some from its beginning to its end
+        spread = [number * len(same) // most for number in range(most)]
+        in_full = {*kept, *(spread if len(values[0]) == 1 else covering(values, most))}
         for number, item in enumerate(same):
             if number not in kept:
                 item.add_marker(pytest.mark.full)
