@@ -331,7 +331,7 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
             loss = output.get("loss") if isinstance(output, Mapping) else first
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise WorkloadError(
-            f"{workload.name} returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"
+            f"{workload.name} returned no loss: pass loss_fn=…, run a %%memfit cell of two steps or more, of which one is recorded, or put the labels into the batch"
         )
     return loss
 

@@ -163,9 +163,9 @@ def test_compare_leaves_everything_as_it_was(shell: Any, cell: Cell) -> None:
 
 
 def test_compare_of_a_model_whose_loss_nobody_knows_says_what_to_do(made: Cell) -> None:
-    made(f"%%memfit\n{STEP}")  # a single step, and none is recorded
+    made(f"%%memfit\n{STEP}")  # a single step, which is not recorded
     assert one_line(made('%memfit compare "--accumulate 2"')) == (
-        "Sequential returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch"
+        "Sequential returned no loss: pass loss_fn=…, run a %%memfit cell of two steps or more, of which one is recorded, or put the labels into the batch"
     )
 
 

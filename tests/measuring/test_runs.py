@@ -142,7 +142,7 @@ def test_the_loss_is_found_in_every_form(form: str) -> None:
         ({"optimizers": []}, "measuring needs the optimizer: Workload(model, optimizer, batch={…})"),
         (
             {"batch": {"input_ids": torch.zeros(2, 4, dtype=torch.long)}},
-            "GPT2LMHeadModel returned no loss: pass loss_fn=… (%memfit: --loss-fn NAME), or put the labels into the batch",
+            "GPT2LMHeadModel returned no loss: pass loss_fn=…, run a %%memfit cell of two steps or more, of which one is recorded, or put the labels into the batch",
         ),
     ],
 )
