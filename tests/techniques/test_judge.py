@@ -752,9 +752,16 @@ def test_where_in_single_rows_all_are_compared_without_gradients() -> None:
     assert distance(gradients(model), expected) < 1e-12
 
 
+def _recording() -> nn.Module:
+    model = _Tight()
+    model.inner.register_full_backward_hook(lambda *_: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
+        (_recording(), "inner has hooks in the backward pass"),
         (_Tight(lambda model: model.calls.add_(1)), "the forward pass changes buffer calls"),
         (_Tight(lambda model: setattr(model, "newest", 1)), "the forward pass changes"),
         (
@@ -762,7 +769,7 @@ def test_where_in_single_rows_all_are_compared_without_gradients() -> None:
             "rows of a batch depend on each other",
         ),
     ],
-    ids=["buffer", "attribute", "places"],
+    ids=["hook", "buffer", "attribute", "places"],
 )
 def test_what_values_alone_show_to_be_no_sum_of_parts_is_refused(model: nn.Module, reason: str) -> None:
     before, x, random_state = copy.deepcopy(model.state_dict()), torch.randn(4, 6).double(), torch.get_rng_state()

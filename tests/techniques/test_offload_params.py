@@ -231,6 +231,29 @@ def test_a_weight_shared_with_the_rest_of_the_model_stays() -> None:
         assert at_rest(model.transformer.h[2].mlp.c_fc.weight)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_of_traced_parts_stay() -> None:
+    """Code of TorchScript reads its own weights, which nothing can be put in place of."""
+
+    def after_steps(flags: str) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3)]
+        blocks[1][2] = torch.jit.trace(blocks[1][2], torch.ones(2, 64))
+        model = nn.Sequential(*blocks)
+        with fit(workload(model), flags):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            moved = len(streamed(model))
+            for _ in range(2):
+                model(torch.ones(2, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()], moved
+
+    expected, found = after_steps(""), after_steps("--offload params")
+    assert (expected[1], found[1]) == (0, 4)  # of six weights one is the model's first, and one is traced
+    assert all(map(torch.equal, expected[0], found[0]))
+
+
 def test_without_gradients_and_generating() -> None:
     model = deep().eval()
     ids = batch()["input_ids"]

@@ -278,11 +278,13 @@ class MicroRun:
         return micro_batch, Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
 
     def _check_untouched(self, before: Surroundings) -> None:
-        changed = [*before.effects()]
-        if changed:
+        does = [f"the forward pass changes {name}" for name in before.effects()]
+        modules = self._model.named_modules()
+        does += [f"{name or 'the model'} has hooks in the backward pass" for name, each in modules if _has_hooks(each)]
+        if does:
             before.restore(strict=False)
             self.start_over()
-            reason = f"the forward pass changes {changed[0]}, and there is no memory to see what the whole batch would leave there"
+            reason = f"{does[0]}, and there is no memory to see what the whole batch would leave"
             raise RefusalError(_FIELD, reason, KEEP_WHOLE)
 
     def _before(self, micro_batch: Call) -> dict[int, torch.Tensor]:
@@ -466,6 +468,11 @@ class _SplitCall(torch.autograd.Function):
         except MemlabError as refusal:
             run.told(refusal)
             raise
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks in the backward pass."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _asks_for_gradient(tensor: torch.Tensor) -> str:

@@ -194,7 +194,7 @@ class BlockStreaming:
         # called at the end of a backward pass that `settles_after_backward` was told of
         self.backward_ended: Callable[[], None] = _nothing
         self.on_use = on_use
-        self._slots = {id(block): list(_slots_of(block)) for block in blocks}
+        self._slots = {id(block): list(slots_of(block)) for block in blocks}
         self._places = {id(block): place for place, block in enumerate(blocks)}
         self._blocks = list(blocks)
         self._at_rest: dict[int, Resting] = {}  # by the storage at rest
@@ -424,8 +424,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     return address
 
 
-def _slots_of(block: nn.Module) -> Iterator[_Slot]:
+def slots_of(block: nn.Module) -> Iterator[_Slot]:
+    """Yield where a block has parameters: the module and the name; those of code of TorchScript cannot be exchanged."""
     for module in block.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         yield from ((module, name) for name, parameter in module._parameters.items() if parameter is not None)
 
 

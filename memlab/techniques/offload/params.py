@@ -50,6 +50,7 @@ from memlab.techniques.offload.block_streaming import (
     Resting,
     fills_its_storage,
     room_for,
+    slots_of,
     storage_of,
 )
 from memlab.techniques.offload.lending import Lending, set_gradient
@@ -506,7 +507,7 @@ def _when_it_comes(
 
 def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
     """Parameters of blocks that can leave: large, their own storage's only tensor, and of no use elsewhere."""
-    inside = {id(module) for block in blocks for module in block.modules()}
+    inside = {id(module) for block in blocks for module, _ in slots_of(block)}
     outside = {id(p) for module in model.modules() if id(module) not in inside for p in module._parameters.values()}
     everything = list(model.parameters())
     first = {id(everything[0]), id(next(p for p in everything if p.requires_grad))}
