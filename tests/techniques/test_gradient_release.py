@@ -967,3 +967,15 @@ def test_the_watched_step_is_rescued_wholly() -> None:
         runs.append([p.detach().clone() for p in model.parameters()])
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+def test_state_is_in_the_order_of_the_parameters() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for _ in range(4):
+            optimizer.state.clear()  # it is made in the backward pass, from the last layer to the first
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert list(map(id, optimizer.state)) == list(map(id, model.parameters()))

@@ -82,6 +82,7 @@ class _Step:
     """One step of an optimizer, since its first gradient."""
 
     settings: Settings  # of its groups, as the backward pass found them
+    known: int  # how many entries its state had
     share_bytes: int  # how much waits before it is updated, as buckets are counted
     waiting: list[nn.Parameter] = field(default_factory=list)  # parameters with complete gradients
     waiting_bytes: int = 0  # their size, likewise
@@ -366,7 +367,7 @@ class GradientRelease(Technique):
 
     def _begin_step(self, optimizer: Optimizer) -> _Step:
         """The first gradient for an optimizer since its step."""
-        step = self._steps[optimizer] = _Step(_settings_of(optimizer), share_of(optimizer))
+        step = self._steps[optimizer] = _Step(_settings_of(optimizer), len(optimizer.state), share_of(optimizer))
         return step
 
     def _release(self, optimizer: Optimizer, step: _Step) -> None:
@@ -439,7 +440,9 @@ class GradientRelease(Technique):
     def _close(self, optimizer: Optimizer) -> None:
         """The step of an optimizer is over."""
         self._complete.difference_update(map(id, _parameters_of(optimizer)))
-        self._steps.pop(optimizer, None)
+        step = self._steps.pop(optimizer, None)
+        if step is not None:
+            _order_state(optimizer, step.known)
 
     # -- what the loop does with gradients -----------------------------------------------------
 
@@ -646,6 +649,15 @@ def _told_to(method: weakref.WeakMethod[Any], said: Any) -> None:
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _order_state(optimizer: Optimizer, known: int) -> None:
+    """Have entries that were made in the backward pass in the order of the groups, in which a step makes them."""
+    made = [*optimizer.state][known:]
+    places = {id(parameter): place for place, parameter in enumerate(_parameters_of(optimizer))} if made else {}
+    with uninterrupted():
+        for key in sorted(made, key=lambda each: places.get(id(each), len(places))):
+            optimizer.state[key] = optimizer.state.pop(key)
 
 
 def _settings_of(optimizer: Optimizer) -> Settings:
