@@ -338,12 +338,14 @@ class Accumulation(Technique):
         for technique in self.host.techniques():
             technique.trial_over()
         self.host.only_tried()
-        if verdict is None and not judge.has_compared and self.host.of_rescue() and not self._has_split:
+        if verdict is None and not judge.compared_rows and self.host.of_rescue() and not self._has_split:
             reason = f"there is no memory for two rows of a batch of {self._name}, to see whether it may be split"
             raise RefusalError(self.field, reason, f"ask for it: --accumulate {self.plan.accumulation}")
         if verdict is None:
-            seen = "what is returned was compared" if judge.has_compared else "only a few rows were looked at"
-            self._note_once("no memory", f"no memory to see whether the batch may be split: {seen}, no gradients")
+            seen = f"what {judge.compared_rows} of {layout.rows} rows return was compared, no gradients"
+            if not judge.compared_rows:
+                seen = "only a few rows were looked at"
+            self._note_once("no memory", f"no memory to see whether the batch may be split: {seen}")
             return None
         if verdict.draws:
             self._note_once(
@@ -355,7 +357,7 @@ class Accumulation(Technique):
             self._note_once(
                 "memory for",
                 f"memory for {verdict.rows} of {layout.rows} rows to see whether the batch may be split"
-                + (", of all only what is returned was compared" if judge.has_compared else ""),
+                + (f", of {judge.compared_rows} what is returned" if judge.compared_rows > verdict.rows else ""),
             )
         starts |= verdict.starts
         return replace(verdict, starts=frozenset(starts))

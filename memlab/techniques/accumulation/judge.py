@@ -12,7 +12,8 @@ Numbered rules:
    by more, the run together is repeated with noise on its products (`rounding`), and may differ by some times as much as that
    changes it.
 4. It is done with all rows, or if memory does not suffice with those of one micro-batch. Where that is one row, and two do not fit,
-   there is no judgement. What all rows return and leave is compared in either case, without gradients (`Judge.has_compared`).
+   there is no judgement. What all rows, or as many as fit, return and leave is compared in either case, without gradients
+   (`Judge.compared_rows`).
 """
 
 from __future__ import annotations
@@ -58,9 +59,8 @@ class Judge:
         self._model = model
         self._name = name
         self._probe = probe
-        self.has_compared = (
-            False  # whether all rows of the last call were run together and apart, at least without gradients
-        )
+        # how many rows of the last call were run together and apart, at least without gradients
+        self.compared_rows = 0
         # one comparison; it is given the call, and which rows of which layout
         self._attempt = partial(Judgement, model, name, probe, per_part, is_low or probe.is_low)
 
@@ -74,7 +74,7 @@ class Judge:
         rows = layout.rows
         micro_rows = -(-rows // parts)
         ranges = row_ranges(rows, parts)
-        compares = partial(self._compares_values, call, whole, layout, parts)
+        compared = partial(self._compared_without_gradients, call, whole, layout, micro_rows)
         while True:
             shortage: BaseException | None = None
             try:
@@ -83,7 +83,7 @@ class Judge:
                     raise torch.OutOfMemoryError("rows together are expected to take more memory than is free")
                 with exact_products():
                     verdict = self._judged(call, layout.take(whole, 0, rows), layout, ranges)
-                self.has_compared = rows == layout.rows or compares(verdict)
+                self.compared_rows = rows if rows == layout.rows else compared(verdict)
                 return verdict
             except BaseException as error:
                 # a technique below may have no room for so many rows in the budget it was given
@@ -96,7 +96,7 @@ class Judge:
             release(shortage)
             gc.collect()
             if rows <= 2:
-                self.has_compared = compares(None)
+                self.compared_rows = compared(None)
                 return None
             rows = max(2, micro_rows)
             ranges = row_ranges(rows, 2)
@@ -136,15 +136,28 @@ class Judge:
         )
         raise RefusalError(_FIELD, first.reason + unless, first.instead)
 
-    def _compares_values(
-        self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int, verdict: SplitVerdict | None
-    ) -> bool:
-        """Compare what all rows return and leave, without gradients; False where that cannot be seen either.
+    def _compared_without_gradients(
+        self, call: Callable[..., Any], whole: Call, layout: Layout, micro_rows: int, verdict: SplitVerdict | None
+    ) -> int:
+        """Compare what rows return and leave, without gradients: all rows, or as many as fit; return how many.
 
         Raises:
             RefusalError: they give something else.
         """
-        ranges = row_ranges(layout.rows, parts)
+        rows, known = layout.rows, verdict.rows if verdict is not None else 1
+        while rows > known:
+            is_seen = self._compares_values(call, layout.take(whole, 0, rows), layout, -(-rows // micro_rows), verdict)
+            gc.collect()
+            if is_seen:
+                return rows
+            rows //= 2
+        return known if verdict is not None else 0
+
+    def _compares_values(
+        self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int, verdict: SplitVerdict | None
+    ) -> bool:
+        """Compare what rows return and leave, without gradients; False where that cannot be seen."""
+        ranges = row_ranges(layout.rows_in(whole), parts)
         goes_on = self._probe.goes_on if verdict is None else verdict.goes_on
         for in_turn in (False, True) if verdict is None else (verdict.in_turn,):
             attempt = self._attempt(call, whole, layout, ranges)
@@ -164,7 +177,6 @@ class Judge:
             finally:
                 attempt.put_back()
             release(failure)
-            gc.collect()
         return False
 
     def _has_room_for(self, call: Callable[..., Any], whole: Call, layout: Layout, rows: int) -> bool:
