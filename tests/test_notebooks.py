@@ -79,7 +79,7 @@ def _executed(name: str, *cells: str, without: str = "") -> Any:
     return notebook
 
 
-@pytest.mark.few(0, full=5)
+@pytest.mark.few(0, full=3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", _CHAPTERS)
 def test_a_chapter_runs_to_its_end_in_little_memory(name: str) -> None:
@@ -128,7 +128,7 @@ print(json.dumps([difference, one.peak_allocated_bytes, peaks, left]))
 """
 
 
-@pytest.mark.full
+@pytest.mark.few(0, full=0)
 @pytest.mark.timeout(900)
 def test_beyond_one_gpu_hands_over_and_comes_home() -> None:
     # `tests/scaleout` trains under every engine, and the cell before uses one of DeepSpeed's: three launches fewer
