@@ -112,7 +112,7 @@ class _Refusing:
         self.device, self.optimizers = torch.device("cpu"), [None]
         self.fallbacks = [(Plan(accumulation=2), False), *([(Plan.parse("--bf16"), True)] if has_lossy else [])]
 
-    def change(self, plan: Plan, *, noted: bool) -> None:
+    def change(self, plan: Plan, **_how: bool) -> None:
         self.plan = plan
 
     def drop_graphs(self) -> bool:
