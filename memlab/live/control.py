@@ -305,9 +305,8 @@ class Control(Observer):
             return Can.NOTHING
         if self._activity is Activity.IDLE:
             is_free = self.stage.can_play and self.model.batch is not None and not self.is_taken()
-            run = Can.RUN if self.model.has_loss else Can.NOTHING
-            if self.model.has_own_step:
-                run = Can.RUN | Can.AS_RECORDED
+            of_loop = Can.RUN | Can.AS_RECORDED if self.model.has_own_step else Can.NOTHING
+            run = Can.RUN if self.model.has_loss else of_loop
             return Can.SWITCH | Can.UNDO | (run | Can.PREDICT | Can.FIND if is_free else Can.NOTHING)
         paused = Can.RESUME if self._hold.is_held else Can.PAUSE
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused

@@ -158,14 +158,12 @@ def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[f
     with resumed():
         for optimizer in workload.optimizers:
             optimizer.zero_grad(set_to_none=True)
-    if before is None:
-        yield from _steps(workload, partial(training_step, workload))
-        return
-    tape = own_step_of(workload)
+    tape = None if keep else own_step_of(workload)
     try:
         yield from _steps(workload, partial(training_step, workload) if tape is None else replayed([workload], tape))
     finally:
-        _put_back(session, before, start)
+        if before is not None:
+            _put_back(session, before, start)
 
 
 def _steps(workload: Workload, step: Callable[[], float]) -> Generator[float]:

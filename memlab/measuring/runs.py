@@ -77,7 +77,7 @@ def measure(
     counted_on = device or device_for(workloads[0].device)
     try:
         with _rehearsals(workloads, wanted, keep=keep) as sessions:
-            return _measured_in(sessions, workloads, wanted, steps, counted_on)
+            return _measured_in(sessions, workloads, _recorded_step(workloads, keep=keep), wanted, steps, counted_on)
     finally:
         if device is None:
             counted_on.close()
@@ -247,8 +247,23 @@ def _session_for(workload: Workload) -> Iterator[Session]:
             session.switch(before, now=True)
 
 
+def _recorded_step(workloads: Sequence[Workload], *, keep: bool) -> Tape | None:
+    """Return the step of the loop to run again, where workloads make none by themselves.
+
+    That of one model has stand-ins for numbers of the loop's, and trains nothing that is to be kept.
+    """
+    if len(workloads) > 1:
+        return tape_of(workloads)
+    return None if keep else own_step_of(workloads[0])
+
+
 def _measured_in(
-    sessions: Sequence[Session], workloads: Sequence[Workload], plan: Plan, steps: int, device: Device
+    sessions: Sequence[Session],
+    workloads: Sequence[Workload],
+    tape: Tape | None,
+    plan: Plan,
+    steps: int,
+    device: Device,
 ) -> Measurement:
     meter = meter_of(sessions, device)
     sessions[0].observers.only([meter])
@@ -257,8 +272,8 @@ def _measured_in(
         session.observers.only([Beside(meter, number)])
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)
-    meter.tape = tape_of(workloads) if len(workloads) > 1 else own_step_of(workloads[0])
-    step = partial(_in_turn, workloads) if meter.tape is None else replayed(workloads, meter.tape)
+    meter.tape = tape
+    step = partial(_in_turn, workloads) if tape is None else replayed(workloads, tape)
     try:
         meter.plan_changed(plan)
         losses = [step() for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)]

@@ -224,7 +224,7 @@ class Recovery:
         for each in session.companions:
             before = each.plan
             with suppress(RefusalError, torch.OutOfMemoryError):
-                each.switching.change(session.plan)
+                each.switching.change(session.plan, of_rescue=True)
             came |= each.plan != before
         return came
 

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from memlab import Workload, measure
+from memlab.errors import WorkloadError
+from memlab.jupyter.magic import _loaded
 from memlab.runtime import loop_mode
 from memlab.session import session_of
 from tests.helpers.kernel import frames_of_memlab
@@ -114,6 +117,27 @@ def test_predicted_is_measured(shell: Any, cell: Cell, name: str) -> None:
     measured = peaks(shell)
     assert len(measured) == len(PLANS)
     assert predicted == {plan: pytest.approx(size_bytes, rel=0.003) for plan, size_bytes in measured.items()}
+
+
+def test_plans_are_compared_by_the_recorded_step(shell: Any, cell: Cell) -> None:
+    """Steps of their own need what cells need, and leave nothing; what they train on is made up, and is never kept."""
+    made, loop = LOOPS["gradients that are zeroed and kept"]
+    cell(NET + made)
+    for flags in ("", "--bf16"):
+        assert cell(f"%%memfit {flags}\n{loop}").error is None
+    in_cells = peaks(shell)
+    before = {name: value.clone() for name, value in shell.user_ns["model"].state_dict().items()}
+    compared = shell.run_line_magic("memfit", "compare --bf16")
+    assert {row.plan: row.peak_allocated_bytes for row in compared.measurements} == {
+        plan: pytest.approx(size_bytes, rel=0.003) for plan, size_bytes in in_cells.items()
+    }
+    assert not compared.measurements[0].losses
+    history = _loaded[shell]._notebook.history_of(shell.user_ns["model"])
+    workload = Workload(shell.user_ns["model"], [shell.user_ns["optimizer"]], history.batch)
+    workload.tape = history.tape
+    with pytest.raises(WorkloadError, match="returned no loss"):
+        measure(workload, steps=1, keep=True)
+    assert all(bool((value == before[name]).all()) for name, value in shell.user_ns["model"].state_dict().items())
 
 
 def test_what_a_loop_does_that_a_plan_refuses_is_known_beforehand(shell: Any, cell: Cell) -> None:

@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from memlab import RefusalError, Workload, fit
 from memlab.plan import Plan
-from memlab.session import Session
+from memlab.rescue.recovery import NothingFitsError
+from memlab.rescue.rescuer import Rescuer
+from memlab.session import Session, train_together
 from memlab.techniques.accumulation import judge as _judge
 from memlab.techniques.accumulation.judgement import TOLERANCE
 from tests.techniques.models import Regressor, distance, gradients, regression_batch, workload
@@ -759,13 +761,14 @@ def _recording() -> nn.Module:
     [
         (_recording(), "inner has hooks in the backward pass"),
         (_Tight(lambda model: model.calls.add_(1)), "the forward pass changes buffer calls"),
+        (_Tight(lambda model: model.calls.data.add_(1)), "the forward pass changes buffer calls"),
         (_Tight(lambda model: setattr(model, "newest", 1)), "the forward pass changes"),
         (
             _Tight(together=lambda y: y * (torch.arange(len(y)) % 4 < 3)[:, None]),
             "rows of a batch depend on each other",
         ),
     ],
-    ids=["hook", "buffer", "attribute", "places"],
+    ids=["hook", "buffer", "data", "attribute", "places"],
 )
 def test_what_values_alone_show_to_be_no_sum_of_parts_is_refused(model: nn.Module, reason: str) -> None:
     before, x, random_state = copy.deepcopy(model.state_dict()), torch.randn(4, 6).double(), torch.get_rng_state()
@@ -784,6 +787,36 @@ def test_a_rescue_does_not_split_what_nobody_could_compare(monkeypatch: pytest.M
         assert session.notes == ("no memory to see whether the batch may be split: only a few rows were looked at",)
     with _in_single_rows(model, of_rescue=True), pytest.raises(RefusalError, match="no memory for two rows"):
         model(x)
+
+
+def test_what_memory_ran_out_under_is_not_split_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the way from the shortage: the loop ends as it does without a rescue."""
+    monkeypatch.setattr(_judge.Judge, "_compares_values", lambda *_: False)
+    model = _Tight()
+    with fit(workload(model)) as session, pytest.raises(NothingFitsError):
+        session.accept(Rescuer())
+        model(torch.randn(4, 6, dtype=torch.float64))
+
+
+def test_the_plan_of_a_rescue_is_one_for_the_other_models_as_well() -> None:
+    model = _Tight()
+    with fit(workload(Regressor())) as other, fit(workload(model)) as session:
+        train_together([other, session])
+        session.accept(Rescuer())
+        model(torch.randn(4, 6, dtype=torch.float64))
+        assert session.rescuer.recovery._companions_come()  # as where its own settings have not been enough
+        assert [each.plan.label for each in (session, other)] == ["--accumulate 4"] * 2
+        assert [each.techniques[0].host.of_rescue() for each in (session, other)] == [True, True]
+
+
+def test_what_the_loop_changes_between_its_passes_is_none_of_the_models() -> None:
+    model, x = _Tight(), torch.randn(4, 6, dtype=torch.float64)
+    with _in_single_rows(model):
+        output = model(x)
+        model.epoch = 3
+        model.calls.add_(1)
+        output.square().sum().backward()
+    assert (model.epoch, int(model.calls)) == (3, 1)
 
 
 def test_as_many_rows_as_fit_are_compared_without_gradients() -> None:

@@ -37,7 +37,7 @@ from memlab.techniques.accumulation.judgement import Judgement, SumsError
 from memlab.techniques.accumulation.noise import StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
-from memlab.techniques.accumulation.verdict import SplitVerdict
+from memlab.techniques.accumulation.verdict import SplitVerdict, unjudged
 
 _FIELD = "accumulation"
 # share of the free memory that the run together may be expected to take
@@ -164,8 +164,7 @@ class Judge:
             failure: BaseException | None = None
             try:
                 with exact_products():
-                    attempt.values(in_turn=in_turn, goes_on=goes_on)
-                return True
+                    left = attempt.values(in_turn=in_turn, goes_on=goes_on)
             except StrangeDrawError:
                 continue
             except DisagreementError as disagreement:
@@ -174,6 +173,10 @@ class Judge:
                 raise RefusalError(_FIELD, disagreement.reason, disagreement.instead) from None
             except Exception as error:  # noqa: BLE001 - without memory, or without gradients, for which a model may not be made
                 failure = error
+            else:
+                if left and verdict is None:
+                    raise unjudged(f"the forward pass changes {next(iter(left))}")
+                return True
             finally:
                 attempt.put_back()
             release(failure)

@@ -177,8 +177,11 @@ class Judgement:
             self.noise.chooses, draws, in_turn,
         )  # fmt: skip
 
-    def values(self, *, in_turn: bool, goes_on: bool) -> None:
+    def values(self, *, in_turn: bool, goes_on: bool) -> Mapping[str, Effect]:
         """Run rows together and apart without gradients, and compare what they return and leave: there may be memory for that alone.
+
+        Returns:
+            What all rows leave beside their output, by name.
 
         Args:
             in_turn: as for `verdict`.
@@ -208,6 +211,7 @@ class Judgement:
         rounded = cache(lambda: self._rounded({}, total, 1, in_turn=in_turn)[0])
         self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, rounded)
         self._agreement.left(kept.effects, [run.effects for run in ran])
+        return kept.effects
 
     def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
         """Return whether the first part gives something else, or nothing, without gradients."""

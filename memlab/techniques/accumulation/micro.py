@@ -25,7 +25,7 @@ from memlab.techniques.accumulation.merge import closed
 from memlab.techniques.accumulation.micro_inputs import MicroInputs
 from memlab.techniques.accumulation.micro_outputs import Joined, MicroOutputs
 from memlab.techniques.accumulation.split import Call, Division, Outputs
-from memlab.techniques.accumulation.verdict import SplitVerdict
+from memlab.techniques.accumulation.verdict import SplitVerdict, unjudged
 
 _FIELD = "accumulation"
 # scale of the inner backward under a loop's own fp16, until its scaler has shown its own
@@ -125,7 +125,6 @@ class MicroRun:
         self._check = check
         self._snapshot: Surroundings | None = None
         self._refuses_effects = refuses_effects
-        self._untouched: Surroundings | None = None  # what is to stay as it is
         self._leaves_something = False  # beside its output
         self._under_way = hooks.calls_under_way()
         self._leading: list[weakref.ref[torch.Tensor]] = []  # outputs that others are, or may be, computed from
@@ -202,11 +201,12 @@ class MicroRun:
             if self._verdict is not None:
                 self._snapshot = Surroundings(self._model, self._verdict.changing, without_buffers_of=self._per_part)
                 self._check(self._snapshot)
-            elif self._refuses_effects:
-                self._untouched = Surroundings(self._model, complete=True, without_buffers_of=self._per_part)
+            untouched = self._unjudged_surroundings() if self._refuses_effects else None
             try:
                 for index in range(self._count):
                     self._first_run_of(index)
+                    if untouched is not None:
+                        self._check_untouched(untouched)
             except BaseException:
                 if self._snapshot is not None:
                     self._snapshot.restore(strict=False)
@@ -268,8 +268,6 @@ class MicroRun:
             leaves[position] = leaves[position].detach().requires_grad_() if inputs is None else inputs[position]
         micro_batch = self._division.micro_batches[index].with_leaves(leaves)
         output = micro_batch.run(self._call)
-        if self._untouched is not None:
-            self._check_untouched(self._untouched)
         if self._snapshot is None:
             return micro_batch, Outputs.of(output)
         effects = self._snapshot.effects()
@@ -277,15 +275,19 @@ class MicroRun:
         self._gathered.note_left(effects)
         return micro_batch, Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
 
+    def _unjudged_surroundings(self) -> Surroundings:
+        """What is to stay as it is where nobody has judged what parts leave; hooks of the backward pass would leave it later."""
+        for name, module in self._model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise unjudged(f"{name or type(module).__name__} has hooks in the backward pass")
+        return Surroundings(self._model, without_buffers_of=self._per_part)
+
     def _check_untouched(self, before: Surroundings) -> None:
-        does = [f"the forward pass changes {name}" for name in before.effects()]
-        modules = self._model.named_modules()
-        does += [f"{name or 'the model'} has hooks in the backward pass" for name, each in modules if _has_hooks(each)]
-        if does:
+        changed = next(iter(before.effects()), "")
+        if changed:
             before.restore(strict=False)
             self.start_over()
-            reason = f"{does[0]}, and there is no memory to see what the whole batch would leave"
-            raise RefusalError(_FIELD, reason, KEEP_WHOLE)
+            raise unjudged(f"the forward pass changes {changed}")
 
     def _before(self, micro_batch: Call) -> dict[int, torch.Tensor]:
         """By `id`, what tensors that were there before a micro-batch are for the batch."""
@@ -468,11 +470,6 @@ class _SplitCall(torch.autograd.Function):
         except MemlabError as refusal:
             run.told(refusal)
             raise
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks in the backward pass."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _asks_for_gradient(tensor: torch.Tensor) -> str:

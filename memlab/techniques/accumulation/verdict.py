@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memlab.errors import RefusalError
+from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.techniques.accumulation.merge import Merge
 from memlab.techniques.accumulation.split import Outputs
@@ -41,6 +43,12 @@ class SplitVerdict:
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""
         return {*outputs.spec.children[1].children_by_name()} == {*self.left}
+
+
+def unjudged(what: str) -> RefusalError:
+    """The refusal of a call of which no two rows could be judged."""
+    reason = f"{what}, and there is no memory to see what the whole batch would leave"
+    return RefusalError("accumulation", reason, KEEP_WHOLE)
 
 
 def start_of(effects: Mapping[str, Effect], rows: int) -> frozenset[Any]:

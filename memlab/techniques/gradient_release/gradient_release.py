@@ -441,7 +441,7 @@ class GradientRelease(Technique):
         """The step of an optimizer is over."""
         self._complete.difference_update(map(id, _parameters_of(optimizer)))
         step = self._steps.pop(optimizer, None)
-        if step is not None:
+        if step is not None and len(optimizer.state) > step.known:
             _order_state(optimizer, step.known)
 
     # -- what the loop does with gradients -----------------------------------------------------
@@ -654,7 +654,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 def _order_state(optimizer: Optimizer, known: int) -> None:
     """Have entries that were made in the backward pass in the order of the groups, in which a step makes them."""
     made = [*optimizer.state][known:]
-    places = {id(parameter): place for place, parameter in enumerate(_parameters_of(optimizer))} if made else {}
+    places = {id(parameter): place for place, parameter in enumerate(_parameters_of(optimizer))}
     with uninterrupted():
         for key in sorted(made, key=lambda each: places.get(id(each), len(places))):
             optimizer.state[key] = optimizer.state.pop(key)
