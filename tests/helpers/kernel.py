@@ -22,7 +22,26 @@ def run_in_kernel(sources: Mapping[str, str]) -> dict[str, Any]:
     environment = {**with_path(_ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True)
     client.execute(env=environment)
+    for cell in notebook.cells:
+        cell.outputs = as_shown(cell.outputs)
     return dict(zip(sources, notebook.cells, strict=True))
+
+
+def as_shown(outputs: list[Any]) -> list[Any]:
+    """Outputs as a page shows them: a kernel may send one line in two messages, which stand together.
+
+    Example:
+        >>> from nbformat.v4 import new_output
+        >>> [output.text for output in as_shown([new_output("stream", text="freed"), new_output("stream", text=".")])]
+        ['freed.']
+    """
+    shown: list[Any] = []
+    for output in outputs:
+        if shown and output.output_type == shown[-1].output_type == "stream" and output.name == shown[-1].name:
+            shown[-1].text += output.text
+        else:
+            shown.append(output)
+    return shown
 
 
 def text_of(cell: Any) -> str:

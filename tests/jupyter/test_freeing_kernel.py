@@ -70,7 +70,7 @@ def test_what_the_functions_held_is_gone_in_the_next_cell(ran: dict[str, Any], n
 def test_the_traceback_is_shown_whole_and_the_notice_below_it(ran: dict[str, Any], name: str) -> None:
     outputs = ran[name].outputs
     error, *between, notice = outputs[kinds(ran[name]).index("error") :]
-    # once something stood between, in a run of which no more is known: others may write there, memlab may not
+    # others may write to stderr between the two; memlab may not
     assert all(each.get("name") == "stderr" and not frames_of_memlab(each.text) for each in between), outputs
     assert notice.output_type == "stream", outputs
     assert [line for line in error.traceback if "train" in line]
