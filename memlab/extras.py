@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from memlab.errors import MissingExtraError
 
@@ -39,7 +41,7 @@ def require(package: str) -> ModuleType:
         MissingExtraError: it is not installed; the message holds the command that installs it.
     """
     try:
-        with _without_chatter(package):
+        with _without_chatter(package), _without_modes():
             return importlib.import_module(package)
     except ImportError as error:
         raise _missing(package) from error
@@ -70,3 +72,19 @@ def _without_chatter(package: str) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Import a package as at the top of a program, whatever is in force where it is needed first.
+
+    One that makes tensors, as bitsandbytes does, would make them on the loop's default device, or run out of memory
+    half-way under a capacity that is used up, and stay broken until Python is restarted.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    modes = torch.utils._python_dispatch._disable_current_modes()
+    with modes, torch._C.DisableTorchFunction(), torch.inference_mode(mode=False):
+        yield

@@ -7,7 +7,8 @@ Numbered rules of the mechanism:
 2. Even then an allocation can fail. An operator that runs out of memory is called again after memory was freed, unless
    it may have written already (`Retrying`).
 3. Where memory is tight the update goes bucket by bucket. A bucket without room of its own is copied first, off the
-   device if need be; then its failure is undone, and it and the rest follow under another plan.
+   device if need be; then its failure is undone, and it and the rest follow under another plan. The largest comes first:
+   what is left when no plan has room for it is as before the step.
 4. An update without a copy that has written nothing can be begun again. One that has written cannot, and says so:
    `BrokenUpdateError`. What is done is never done twice.
 5. Ctrl-C is held back while the user's own step runs, so that it does not leave half an update behind.
@@ -36,6 +37,7 @@ from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import WatchingMode, defers
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.state_layers import order_state
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
 
@@ -284,6 +286,7 @@ class Update:
         self._retrying = Retrying(free)
         self._free_bytes = free_bytes
         self._done: set[Parameter] = set()
+        self._known = len(optimizer.state)
         self._is_exposed = False  # the bucket under way has no copy
 
     @property
@@ -303,7 +306,7 @@ class Update:
             BrokenUpdateError: what was under way is neither as before nor done.
         """
         if any(t.changes_state or t.parameters_visit or t.stepper(self._optimizer) for t in techniques):
-            return optimizer_step.run_step(self._optimizer, techniques, backup=self._copy_for, done=self._done)
+            return self._run_in_buckets(techniques, self._copy_for)
         shortage: BaseException | None = None
         try:
             with uninterrupted(), self._retrying:
@@ -324,7 +327,13 @@ class Update:
             return optimizer_step.run_step(
                 self._optimizer, techniques, sys.maxsize, backup=self._expose, done=self._done
             )
-        return optimizer_step.run_step(self._optimizer, techniques, backup=self._copy_unless_room, done=self._done)
+        return self._run_in_buckets(techniques, self._copy_unless_room)
+
+    def _run_in_buckets(self, techniques: Sequence[Technique], copy: optimizer_step.Protection) -> bool:
+        is_made = optimizer_step.run_step(self._optimizer, techniques, backup=copy, done=self._done, largest_first=True)
+        if len(self._optimizer.state) > self._known:
+            order_state(self._optimizer, self._known)
+        return is_made
 
     def _expose(self, _bucket: Sequence[Parameter]) -> None:
         self._is_exposed, self._retrying.has_written = True, False

@@ -22,14 +22,14 @@ import atexit
 import functools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, with_gradient
+from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
 from memlab.runtime.interrupts import Caller, uninterrupted
 from memlab.runtime.state_layers import (
     SMALL_ELEMENTS,
@@ -182,6 +182,7 @@ def run_step(
     # parameters that are updated already and left out; finished buckets are added to it. A caller that frees memory
     # after an out-of-memory error calls again with the same set
     done: set[Parameter] | None = None,
+    largest_first: bool = False,  # so that what has room for the first bucket has it for the others
 ) -> bool:
     """Update every parameter that has a gradient, bucket by bucket.
 
@@ -199,7 +200,10 @@ def run_step(
     if layers and not any(map(optimizer.state.get, with_gradient(optimizer))):
         # a first update makes the state where it updates, and it goes away with its bucket
         bucket_bytes = min(bucket_bytes, share_of(optimizer))
-    waiting = ([p for p in bucket if p not in finished] for bucket in buckets(optimizer, bucket_bytes))
+    parts: Iterable[list[Parameter]] = buckets(optimizer, bucket_bytes)
+    if largest_first:
+        parts = sorted(parts, key=lambda bucket: sum(map(size_of, bucket)), reverse=True)
+    waiting = ([p for p in bucket if p not in finished] for bucket in parts)
     with _announced(optimizer, filter(None, waiting), techniques) as announced:
         for bucket in announced:
             copy = None if getattr(stepper, "is_atomic", False) else protection(bucket)

@@ -434,3 +434,13 @@ def set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
         optimizer.state[parameter] = state
     else:
         optimizer.state.pop(parameter, None)
+
+
+def order_state(optimizer: Optimizer, known: int) -> None:
+    """Have entries after the first `known` in the order of the groups, in which a step of the loop's makes them."""
+    made = [*optimizer.state][known:]
+    of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    places = {id(parameter): place for place, parameter in enumerate(of_groups)}
+    with uninterrupted():
+        for key in sorted(made, key=lambda each: places.get(id(each), len(places))):
+            optimizer.state[key] = optimizer.state.pop(key)

@@ -467,3 +467,33 @@ def test_ctrl_c_waits_for_the_end_of_the_update() -> None:
     with pytest.raises(KeyboardInterrupt), Impatient():
         Update(optimizer, free=release).run([])
     assert same(snapshot(model, optimizer), expected)
+
+
+class NoneAsLarge(TorchDispatchMode):
+    """Has no memory for tensors of so many elements."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self._elements = elements
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if effect_of(func) == OperatorEffect.BIRTH and any(t.numel() >= self._elements for t in tensors_in(out)):
+            out = args = kwargs = None
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return out
+
+
+def test_where_the_largest_has_no_room_nothing_is_updated_and_state_is_made_in_the_order_of_groups() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (150_000, 600_000, 200_000)]
+    optimizer = optim.AdamW(parameters, foreach=False)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    update = Update(optimizer, free=release, free_bytes=lambda _device, _enough: NOTHING)
+    with pytest.raises(torch.OutOfMemoryError), NoneAsLarge(600_000):
+        update.run([])
+    assert not update.is_partly_done
+    assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in parameters)
+    assert not optimizer.state
+    persistent(update)
+    assert [*optimizer.state] == parameters

@@ -103,6 +103,31 @@ def test_backward_hooks_that_come_after_the_plan_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("when", ["before the plan", "under it"])
+def test_a_hook_that_waits_for_several_gradients_is_refused_under_pure_bf16(when: str) -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), []
+    weights = list(model.parameters())
+
+    def watch() -> Any:
+        return torch.autograd.graph.register_multi_grad_hook(weights, seen.append, mode="all")
+
+    first = torch.autograd.graph.register_multi_grad_hook(weights, seen.append, mode="any")
+    waiting = watch() if when == "before the plan" else None
+    with pytest.raises(RefusalError) as caught, fit(workload(model), "--precision pure-bf16"):
+        waiting = watch()
+        model(torch.ones(2, 4))
+    assert str(caught.value) == (
+        "precision: a hook waits for the gradients of several weights (register_multi_grad_hook), which torch would not call "
+        "any more once they are in bf16; use --bf16, or a hook for each (register_hook)"
+    )
+    assert waiting is not None
+    waiting.remove()
+    with fit(workload(model), "--precision pure-bf16"):
+        model(torch.ones(2, 4)).mean().backward()
+    assert len(seen) == 1
+    first.remove()
+
+
 def test_a_step_with_infinite_gradients_is_skipped_and_the_scale_halved() -> None:
     model, batch = Regressor(), regression_batch()
     load = workload(model)

@@ -60,6 +60,7 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
 from memlab.runtime.lifetimes import gradient_is_held, overlap
+from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Technique, process_count
 from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
@@ -442,7 +443,7 @@ class GradientRelease(Technique):
         self._complete.difference_update(map(id, _parameters_of(optimizer)))
         step = self._steps.pop(optimizer, None)
         if step is not None and len(optimizer.state) > step.known:
-            _order_state(optimizer, step.known)
+            order_state(optimizer, step.known)
 
     # -- what the loop does with gradients -----------------------------------------------------
 
@@ -649,15 +650,6 @@ def _told_to(method: weakref.WeakMethod[Any], said: Any) -> None:
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _order_state(optimizer: Optimizer, known: int) -> None:
-    """Have entries that were made in the backward pass in the order of the groups, in which a step makes them."""
-    made = [*optimizer.state][known:]
-    places = {id(parameter): place for place, parameter in enumerate(_parameters_of(optimizer))}
-    with uninterrupted():
-        for key in sorted(made, key=lambda each: places.get(id(each), len(places))):
-            optimizer.state[key] = optimizer.state.pop(key)
 
 
 def _settings_of(optimizer: Optimizer) -> Settings:

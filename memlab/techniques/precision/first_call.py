@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import register_multi_grad_hook
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Precision
@@ -182,6 +183,13 @@ def _computing_later(output: Any, precision: Precision) -> str | None:
                 f"its output is a {type(leaf).__name__}, which computes with {precision} values when the loop calls it"
             )
     return None
+
+
+def is_awaited_with_others(parameter: nn.Parameter) -> bool:
+    """Return whether a hook waits for the gradients of a parameter and of others: it counts nodes that made them once."""
+    hooks = (parameter._backward_hooks or {}).values()
+    # a hook that comes to each by itself, or to the first, bears the name of the loop's own function
+    return any(getattr(hook, "__module__", None) == register_multi_grad_hook.__module__ for hook in hooks)
 
 
 def refuse_backward_hooks(name: str, model: nn.Module) -> None:

@@ -33,7 +33,12 @@ from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, Technique
-from memlab.techniques.precision.first_call import AUTOCAST_DTYPES, FirstCalls, refuse_backward_hooks
+from memlab.techniques.precision.first_call import (
+    AUTOCAST_DTYPES,
+    FirstCalls,
+    is_awaited_with_others,
+    refuse_backward_hooks,
+)
 from memlab.techniques.precision.loss_scale import LossScale, scaled_gradient
 from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.packed_moments import PackedMoments
@@ -42,6 +47,11 @@ from memlab.techniques.precision.pure_bf16 import PureBf16, as_fp32
 _HELD = (
     f"{HOLDS_GRADIENTS}, which would be others in bf16",
     "use --bf16, or drop them first (optimizer.zero_grad())",
+)
+_TOGETHER = (
+    "a hook waits for the gradients of several weights (register_multi_grad_hook), which torch would not call any more once "
+    "they are in bf16",
+    "use --bf16, or a hook for each (register_hook)",
 )
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch gives each
 
@@ -136,6 +146,8 @@ class PrecisionChoice(Technique):
             )
         if precision is Precision.PURE_BF16 and any(map(gradient_is_held, workload.model.parameters())):
             raise RefusalError(self.field, *_HELD)
+        if precision is Precision.PURE_BF16:
+            self._refuse_hooks_together(workload.model)
         if precision is Precision.FP16:
             refuse_backward_hooks(workload.name, workload.model)
         recurrent = any(isinstance(module, nn.RNNBase) for module in workload.model.modules())
@@ -195,7 +207,10 @@ class PrecisionChoice(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._pure is not None and self._pure.refuses_call():
             raise RefusalError(self.field, *_HELD)
-        model = None if self._is_looked_at else self._model()
+        model = self._model()
+        if self._pure is not None and model is not None:
+            self._refuse_hooks_together(model)
+        model = None if self._is_looked_at else model
         if model is None or all(part in self._known for part in model.modules()):
             output = self._lowered(call, args, kwargs)
         else:
@@ -203,6 +218,10 @@ class PrecisionChoice(Technique):
             self._known.update(model.modules())
         self._is_looked_at = True
         return output
+
+    def _refuse_hooks_together(self, model: nn.Module) -> None:
+        if any(map(is_awaited_with_others, model.parameters())):
+            raise RefusalError(self.field, *_TOGETHER)
 
     def _first(
         self, name: str, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -1,0 +1,24 @@
+"""Optional packages are imported as at the top of a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab.extras import require
+from memlab.measuring.ledger import Ledger
+
+
+def test_a_package_that_makes_tensors_is_imported_whole_whatever_is_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "makes_tensors.py").write_text("import torch\ntable = torch.arange(4.0)\nlast = table.sum()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with torch.device("meta"), torch.inference_mode(), Ledger(capacity_bytes=8):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.arange(4.0, device="cpu")
+        package = require("makes_tensors")
+    assert float(package.last) == 6.0
+    assert not package.table.is_inference()
