@@ -8,7 +8,7 @@ Numbered rules of the mechanism:
 2. The backward pass of that node differentiates the inner graph. When memory runs out there, the autograd
    engine that runs the loop's own graph notices nothing: the inner graph is dropped, the call is run again
    under another plan, from the state it began with (`model_state`), and differentiated with the gradients the
-   loop has sent.
+   loop has sent. Where such a pass runs code of the user's (hooks, autograd functions), what that has changed is put back first.
 3. Gradients gather on the aliases and are handed to the parameters at the end, so a backward pass that
    breaks off has changed nothing; hooks of the user's (and of DDP) fire once, on the whole gradient.
 4. Tensors with a graph that the call leaves in the model's state (activations that a hook has kept) are outputs as well, and those it
@@ -53,6 +53,7 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real, requires_grad
 from memlab.runtime.model_state import KeptTensor, Place
+from memlab.runtime.reach import has_backward_hooks
 from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
 
@@ -107,6 +108,10 @@ class GuardedCall:
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
         self._past: list[torch.Tensor | None] = []  # gradients that came past the node in the backward pass under way
+        self._runs_code = (
+            False  # its backward pass, which is neither torch's nor memlab's: hooks on tensors, autograd functions
+        )
+        self._backward_began: Start | None = None  # where that runs code
         # id of the last error of the model or of autograd, which would keep alive what its frames hold
         self._theirs = 0
 
@@ -230,6 +235,7 @@ class GuardedCall:
             return inner[id(leaf)]
 
         began, is_alone = graphs.sequence_nr(), self._guardian.is_alone
+        hooks_before = RemovableHandle.next_id
         self._weights = Weights(self._model)
         found = self._found.stand_ins()
         if found:
@@ -253,7 +259,11 @@ class GuardedCall:
         self._after = RandomState()
         self._before.call_ended()
         self._allow_own_writes()
+        operators = graphs.sequence_nr() - began
         values = self._take_outputs(exchanged(output, own), left, own, began, is_alone=is_alone)
+        assert self._graph is not None
+        has_hooks = RemovableHandle.next_id != hooks_before
+        self._runs_code = has_hooks or self._guardian.runs_code(operators, self._graph.values())
         self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
         return values
 
@@ -373,9 +383,12 @@ class GuardedCall:
         """Those of the inputs; those of the parameters gather."""
         self._guardian.backward_begins(self)
         keep = self._guardian.keeps_graph()
+        self._backward_began = None
         while True:
             shortage: BaseException | None = None
             try:
+                if self._backward_began is None and (self._runs_code or has_backward_hooks(self._model)):
+                    self._backward_began = self._before.now()
                 # who comes in past the node may do so again, should the whole pass be repeated
                 retain = keep or any(gradient is not None for gradient in self._past)
                 inputs = self._differentiate(wanted, keep=keep, retain=retain)
@@ -383,15 +396,22 @@ class GuardedCall:
                 self._break_off()
                 if self._guardian.recovery.can_rescue(error):
                     shortage = error
-                elif self._guardian.recovery.falls_back(error):
-                    continue
-                else:
+                elif not self._guardian.recovery.falls_back(error):
                     raise
-            if shortage is None:
+            else:
+                if self._backward_began is not None:
+                    self._backward_began.call_ended()
                 if not keep:
                     self._guardian.is_done(self)
                 return inputs
-            self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
+            self.undo_backward()
+            if shortage is not None:
+                self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
+
+    def undo_backward(self) -> None:
+        """Put back what code has changed in a backward pass that is to be repeated."""
+        if self._backward_began is not None:
+            self._backward_began.restore()
 
     def _differentiate(
         self, wanted: Mapping[Path, torch.Tensor], *, keep: bool, retain: bool

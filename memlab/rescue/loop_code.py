@@ -12,7 +12,7 @@ Numbered rules of the mechanism:
    nodes it made, and let go of only by a backward pass that reaches all of them: another graph's is never touched.
 3. Where the loop's own part goes on after the model's has begun, because it sends gradients to parameters past the
    model (a penalty on weights) or stands between two model calls, everything is kept until the end, and gradients
-   that were there before are set aside until then.
+   that were there before are set aside until then. What hooks on the loop's own tensors have changed is put back first.
 4. Where the mode stands among those of the loop's: `memlab.runtime.loop_mode`.
 5. Where anything has been compiled by ``torch.compile`` the mode stays away, as Dynamo would trace into it.
 
@@ -38,6 +38,7 @@ from memlab.rescue.guard import before_others
 from memlab.runtime import graphs
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
+from memlab.runtime.model_state import State, Written
 from memlab.runtime.rng import RandomState
 
 if TYPE_CHECKING:
@@ -96,11 +97,13 @@ class LoopCode(UncompiledMode):
         self.graph_is_kept_for_itself = False
         self._keeps_all = False  # what was saved is needed until the end of it
         self._retaining: list[weakref.ref[torch.Tensor]] = []  # tensors whose gradients a pass adds up, beside leaves
+        self._hooks: list[Any] = []  # of the loop's, on tensors of its own
         self._can_repeat = False  # as long as the model's part has not begun, or all is kept
 
     def end(self) -> None:
         super().end()
         self._retaining.clear()
+        self._hooks.clear()
 
     # -- what is held ---------------------------------------------------------------------------
 
@@ -136,6 +139,8 @@ class LoopCode(UncompiledMode):
         name = getattr(func, "__name__", "")
         if name == "retain_grad":
             self._retaining.append(weakref.ref(args[0]))
+        if name == "register_hook":
+            self._hooks += args[1:]
         if name in ASKING and (found := before_others(args[0])) is not None:
             return hook_within(args[0], *found, name, *args[1:], **kwargs)
         if name in _ATTRIBUTES:
@@ -213,6 +218,7 @@ class LoopCode(UncompiledMode):
         attempt = 0
         self._keeps_all = own.goes_on
         self.graph_is_kept_for_itself = not wanted.keeps
+        before = State((), self._hooks, Written(), self._owner.device) if self._hooks else None
         try:
             while True:
                 shortage: BaseException | None = None
@@ -228,6 +234,8 @@ class LoopCode(UncompiledMode):
                     shortage = error
                 start_over()
                 self._owner.backward_runs_again()
+                if before is not None:
+                    before.restore()
                 attempt += 1
                 self._owner.makes_room_for_loop(shortage, attempt)
         finally:

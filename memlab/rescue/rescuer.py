@@ -24,7 +24,7 @@ A plan that is reached stays. What was done is in `Rescuer.rescues` and in the s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,7 @@ class Rescuer:
         self._calls: WhileAlive[None] = WhileAlive()
         self._stepped_at = -1  # number of the last operator before the last step ended
         self._done: list[GuardedCall] = []  # in the backward pass under way
+        self._runs_code: dict[int, bool] = {}  # by the number of operators of a call
         self.recovery = Recovery(
             lambda: self._live_session,
             self._follow_parameters,
@@ -328,6 +329,12 @@ class Rescuer:
         """Return whether this thread has made no graph since the last step that a call could go on from."""
         return self._stepped_at == graphs.sequence_nr()
 
+    def runs_code(self, operators: int, outputs: Iterable[torch.Tensor]) -> bool:
+        """Return whether a backward pass through a call runs code of the user's; calls of as many operators are alike."""
+        if operators not in self._runs_code:
+            self._runs_code[operators] = graphs.runs_code_of_the_users(outputs)
+        return self._runs_code[operators]
+
     def backward_begins(self, call: GuardedCall) -> None:
         """The loop's own part of the backward pass is over as far as this call is concerned."""
         self._loop_code.model_begins(is_kept=self.keeps_graph())
@@ -365,7 +372,8 @@ class Rescuer:
 
     def backward_runs_again(self) -> None:
         """Guarded calls whose gradients were handed over in a backward pass that broke off are differentiated anew."""
-        self._done.clear()
+        while self._done:
+            self._done.pop().undo_backward()
 
     def backward_ended(self) -> None:
         """Hand over gradients that reached aliases past the node of their call."""
@@ -396,6 +404,11 @@ class Rescuer:
         session = self._session() if self._session is not None else None
         assert session is not None
         return session
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self._live_session.workload.device
 
     @property
     def _model(self) -> torch.nn.Module:

@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointFunction
+
+from memlab.runtime.reach import is_of_library
 
 # torch's own words, for what is saved by hooks
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -68,6 +71,19 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
     return seen
+
+
+def runs_code_of_the_users(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a backward pass through the graph of some tensors runs Python code that is no well-known library's.
+
+    Hooks on tensors are not among what a graph tells.
+    """
+    functions = (getattr(type(node), "_forward_cls", None) for node in nodes_of(tensors))
+    # what that recomputes is the user's
+    return any(
+        function is not None and (not is_of_library(function.__module__) or function is CheckpointFunction)
+        for function in functions
+    )
 
 
 def is_transformed() -> bool:

@@ -3,8 +3,8 @@
 Rules:
 
 1. From a module it leads to its attributes and buffers, and by its class's own code to attributes of the class, cells of closures
-   and globals which that code names; hooks and functions are followed as well. Lists, dictionaries, sets and plain objects, with
-   `__slots__` or without, are looked into, to a depth.
+   and globals which that code names; hooks, functions and autograd functions are followed as well. Lists, dictionaries, sets and
+   plain objects, with `__slots__` or without, are looked into, to a depth.
 2. Objects of torch's, DeepSpeed's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
    in modules.
 3. Every container is met once.
@@ -42,6 +42,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # those of every module, in torch's own `nn.modules.module`
 GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_GLOBAL_BACKWARD_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks")
 # beside them, by the same numbers, what was asked for when they were registered
 _HOOK_TABLES = (*MODULE_HOOKS, *HOOK_OPTIONS)
 _hook_tables = operator.itemgetter(*_HOOK_TABLES)
@@ -127,7 +128,7 @@ class Walk(ABC):
             self._function(attributes["forward"], f"forward of {path or type(module).__name__}", 1)
         if id(type(module)) in self._seen:
             return
-        for key in GLOBAL_FORWARD_HOOKS:
+        for key in (*GLOBAL_FORWARD_HOOKS, *_GLOBAL_BACKWARD_HOOKS):
             for hook in getattr(nn.modules.module, key).values():
                 self._function(hook, "a hook of every module", 1)
         for kind in type(module).__mro__:
@@ -179,6 +180,8 @@ class Walk(ABC):
         elif type(value).__module__ == "numpy":
             if type(value).__name__ == "ndarray" and value.nbytes <= SMALL_BYTES and self._is_new(value):
                 self.met(containers.Array(value, _always(name)))
+        elif isinstance(value, type):
+            self._differentiable(value)
         elif self._is_new(value) and self._is_object(value):
             if type(getattr(value, "__dict__", None)) is dict:
                 self._dict(value.__dict__, lambda key: f"{name}.{key}", depth)
@@ -211,13 +214,19 @@ class Walk(ABC):
         self._items([*enumerate(few)], lambda place: f"{name}[{place}]", depth)
 
     def _class(self, kind: type) -> None:
-        members = [(name, member) for name, member in vars(kind).items() if isinstance(member, types.FunctionType)]
-        for name, member in members:
-            self._function(member, f"{kind.__name__}.{name}", 1)
+        for name, member in [*vars(kind).items()]:
+            for function in _functions_of(member):
+                self._function(function, f"{kind.__name__}.{name}", 1)
         self.met(containers.ClassAttributes(kind))
         for name, member in [*vars(kind).items()]:
             if not name.startswith("__") and not isinstance(member, types.FunctionType):
                 self.look_at(member, f"{kind.__name__}.{name}", 1)
+
+    def _differentiable(self, kind: type) -> None:
+        """Walk from a class with a forward and a backward pass of its own."""
+        for each in kind.__mro__ if issubclass(kind, torch.autograd.Function) else ():
+            if self._is_new(each) and not _is_of(each.__module__, LIBRARIES):
+                self._class(each)
 
     def _function(self, function: Any, name: str, depth: int) -> None:
         if depth > _DEPTH or not self._is_new(function):
@@ -226,7 +235,7 @@ class Walk(ABC):
             for value in (function.func, *function.args, *function.keywords.values()):
                 self.look_at(value, name, depth + 1)
         elif isinstance(function, types.MethodType):
-            self.look_at(function.__self__, name, depth + 1)
+            self.look_at(function.__self__, name, depth + 1)  # of `Function.apply` the class, whose passes it runs
             self._function(function.__func__, name, depth + 1)
         elif isinstance(function, types.FunctionType):
             if not _is_of(function.__module__, LIBRARIES):
@@ -245,7 +254,7 @@ class Walk(ABC):
         if state:
             self.met(containers.Names(world, state))
         for key, value in named.items():
-            if isinstance(value, types.FunctionType) or key in state:
+            if isinstance(value, (types.FunctionType, type)) or key in state:
                 self.look_at(value, key, depth + 1)
         for value in function.__defaults__ or ():
             self.look_at(value, name, depth + 1)
@@ -273,6 +282,27 @@ def _always(name: str) -> Callable[[Any], str]:
 def keeps_state_in_modules(home: str) -> bool:
     """Return whether code of a module of Python's is a well-known library's, which keeps what it counts in models."""
     return _is_of(home, LIBRARIES) and not _is_of(home, _MACHINERY)
+
+
+def _functions_of(member: Any) -> tuple[types.FunctionType, ...]:
+    """Functions behind a member of a class, bare or wrapped as Python does it."""
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    wrapped = (member.fget, member.fset) if isinstance(member, property) else (member,)
+    return tuple(each for each in wrapped if isinstance(each, types.FunctionType))
+
+
+def has_backward_hooks(model: nn.Module) -> bool:
+    """Return whether a backward pass through a model calls hooks of modules that are not memlab's."""
+    tables = [getattr(nn.modules.module, key) for key in _GLOBAL_BACKWARD_HOOKS]
+    for module in model.modules():
+        tables += module._backward_hooks, module._backward_pre_hooks
+    return any(not is_ours(hook) for table in tables if table for hook in table.values())
+
+
+def is_of_library(home: str | None) -> bool:
+    """Return whether code of a module of Python's is a well-known library's, or memlab's own."""
+    return _is_of(home, LIBRARIES)
 
 
 @functools.lru_cache(maxsize=4096)

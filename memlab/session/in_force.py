@@ -8,7 +8,8 @@ Rules of a change:
    the loss scale and the hooks. Nothing is converted back, so going back needs no memory.
 3. References keep the old form alive until the new one is complete. Where there is no room for both, the
    change is made a second time, and what has been replaced leaves the device as it goes.
-4. What references cannot keep (an engine of a library) is let go of last, when the change has succeeded or failed.
+4. What references cannot keep is let go of last (`Technique.close`): an engine of a library, when the change has succeeded or
+   failed; functions of torch's that a technique listens to, where it does not come in after all.
 5. What was replaced leaves holes in the segments of a GPU's allocator, and segments that fit nothing else. Those that are
    empty go back to the driver, so that memory reserved is what the new plan needs.
 6. Ctrl-C is held back (`memlab.runtime.interrupts`). It takes back a change it comes into the middle of, but never
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -206,15 +207,16 @@ class InForce:
             if interrupts is not None:
                 interrupts.deliver()
         except BaseException as error:
-            if is_out_of_memory(error):
-                release(error)
+            release(error)  # its frames would seem to be the loop, which holds gradients and weights
             tried, self._entries, self.plan = self._entries, entries, plan
             self._refresh()
             before.restore()
-            _close_left(tried, entries)
+            _close([entry for kind, entry in tried.items() if entries.get(kind) is not entry])
+            del before, tried, entries
             raise
         else:
-            _close_left(entries, self._entries)
+            left = [entry for kind, entry in entries.items() if self._entries.get(kind) is not entry]
+            _close([entry for entry in left if entry.technique.is_engine])
         finally:
             self._exchanged = _nothing
             self._aliases = 0
@@ -292,10 +294,9 @@ class InForce:
         return [other for other in self.techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
 
 
-def _close_left(before: dict[type[Technique], _Entry], now: dict[type[Technique], _Entry]) -> None:
-    for kind, entry in before.items():
-        if entry.technique.is_engine and now.get(kind) is not entry:
-            entry.technique.close()
+def _close(entries: Iterable[_Entry]) -> None:
+    for entry in entries:
+        entry.technique.close()
 
 
 def _is_on_gpu(parameter: torch.Tensor) -> bool:

@@ -259,7 +259,7 @@ class Technique:
         """The loop was left in the middle of a step, and begins anew with its next forward."""
 
     def close(self) -> None:
-        """The technique is out for good: drop what its undo had to leave, should the change of plans be taken back."""
+        """The technique is out for good: drop what its undo had to leave, or, where it never came in, what lies outside of the workload."""
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""

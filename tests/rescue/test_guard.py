@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -560,6 +561,93 @@ def test_a_loss_on_what_a_hook_has_kept_counts_once_when_the_pass_is_repeated() 
     expected = weights([])
     for nth in range(1, counts[0] + 1, 2):
         assert all(map(torch.allclose, weights([nth]), expected))
+
+
+class Noted(torch.autograd.Function):
+    """Notes the sizes of gradients."""
+
+    seen: ClassVar[list[float]] = []
+
+    @staticmethod
+    def forward(_context: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Noted.seen.append(float(gradient.norm()))
+        return gradient
+
+
+class Noting(nn.Module):
+    """Counts and averages what comes to it in a backward pass, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.register_buffer("mean", torch.zeros(()))
+        self.way, self.count = way, 0
+        if way == "of a module":
+            self.body[2].register_full_backward_hook(lambda _module, _inputs, outputs: self.note(outputs[0]))
+        self.notes: list[float] = []
+
+    def note(self, gradient: torch.Tensor) -> None:
+        self.count += 1
+        self.notes.append(float(gradient.norm()))
+        self.mean.mul_(0.9).add_(gradient.norm().to(self.mean), alpha=0.1)
+
+    def steered(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.note(gradient)
+        return gradient / (1 + self.mean)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.body[:3](inputs)
+        if self.way == "on a tensor":
+            hidden.register_hook(self.steered)
+        if self.way == "a function":
+            hidden = Noted.apply(hidden)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = self.body[3:](hidden)
+        return output
+
+
+@pytest.mark.parametrize("way", ["of a module", "of every module", "on a tensor", "a function"])
+def test_what_a_backward_pass_leaves_is_left_once_when_it_is_repeated(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.modules.module, "_global_is_full_backward_hook", None)  # torch leaves it behind
+
+    def trained(at: list[int]) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        Noted.seen.clear()
+        model = Noting(way).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook = nullcontext()
+        if way == "of every module":
+            handle = nn.modules.module.register_module_full_backward_hook(
+                lambda m, _i, outputs: model.note(outputs[0]) if isinstance(m, nn.Linear) else None
+            )
+            hook = contextlib.ExitStack()
+            hook.callback(handle.remove)
+        with hook, fit(Workload(model, optimizer), rescue=Rescuer(keep={"accumulation"})) as session:
+            outputs = model(pairs(0)[0].double().requires_grad_())
+            with Faults(at) as faults:
+                outputs.square().mean().backward()
+            optimizer.step()
+        assert session.rescuer is not None
+        assert len(session.rescuer.rescues) == len(at)
+        counts.append(faults.count)
+        return (
+            model.count,
+            model.notes,
+            [*Noted.seen],
+            float(model.mean),
+            *map(torch.Tensor.tolist, model.parameters()),
+        )
+
+    counts: list[int] = []
+    expected = trained([])
+    assert expected[1] or expected[2]
+    for nth in range(1, counts[0] + 1, 2):
+        assert trained([nth]) == expected, nth
 
 
 @pytest.mark.parametrize("flags", ["", "--offload activations"])

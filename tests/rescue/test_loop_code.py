@@ -416,6 +416,30 @@ def test_a_backward_pass_that_ran_out_anywhere(way: str, loss_of: Any, has_gradi
     assert stack() == []
 
 
+def test_hooks_of_the_loop_leave_what_one_pass_leaves() -> None:
+    def run(faults: Faults, rescued: bool) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        model, seen = Tower().double(), list[float]()
+        rescues = 0
+        with fit(Workload(model, torch.optim.AdamW(model.parameters())), rescue=rescued) as session:
+            inputs, targets = batch()
+            logits = model(inputs) * 2.0
+            logits.register_hook(lambda gradient: seen.append(gradient.abs().max().item()))
+            # the hook comes first, and what else the loop computes can run out after it
+            loss = F.cross_entropy(logits, targets) + sum((p.exp() * p).sum() for p in model.parameters())
+            with faults:
+                loss.backward()
+            rescues = len(session.rescuer.rescues) if session.rescuer is not None else 0
+        return seen, rescues
+
+    expected, _ = run(Faults(), rescued=False)
+    count = Faults()
+    run(count, rescued=True)
+    found = [run(Faults([nth]), rescued=True) for nth in range(1, count.count + 1)]
+    assert any(rescues for _, rescues in found)
+    assert [seen for seen, rescues in found if rescues and seen != pytest.approx(expected, rel=1e-9)] == []
+
+
 @pytest.mark.parametrize(
     "plan", ["--precision pure-bf16", "--adam8bit --offload optimizer", "--accumulate 2 --checkpoint"]
 )

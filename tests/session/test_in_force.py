@@ -20,6 +20,7 @@ from memlab.session.in_force import InForce
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.checkpointing.checkpointing import Checkpointing
+from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.spill import is_spilled
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
@@ -62,13 +63,14 @@ class TestErrors:
             expected = undisturbed.go_on()
         with running(old) as run:
             structure, contents, techniques = run.structure(), run.contents(), list(run.session.techniques)
-            nth = 0
+            nth, shown = 0, list[InjectedError]()
             while True:
                 nth += 1
                 try:
                     with happening(injected, nth, ("techniques/",)) as moment:
                         run.session.switch(new, now=True)
-                except InjectedError:
+                except InjectedError as error:
+                    shown[:] = [error]  # as a notebook keeps the last one, with all that its frames hold
                     assert differing(structure, run.structure()) == [], moment.place
                     assert differences(run.contents(), contents) == [], moment.place
                     assert all(a is b for a, b in zip(run.session.techniques, techniques, strict=True)), moment.place
@@ -86,6 +88,20 @@ class TestErrors:
                 with pytest.raises(InjectedError), happening(injected, each, ("techniques/",)):
                     run.session.switch(new, now=True)
             assert differences(run.go_on(), expected) == []
+
+    def test_a_plan_that_did_not_come_can_be_asked_for_again_while_its_error_is_kept(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = torch.optim.Optimizer.add_param_group
+        with running("") as run:
+            with monkeypatch.context() as patch, pytest.raises(InjectedError) as kept:
+                patch.setattr(GradientRelease, "attach_optimizer", lambda *_arguments: injected())
+                run.session.switch("--release-grads", now=True)
+            assert kept.value.__traceback__ is not None
+            assert torch.optim.Optimizer.add_param_group is own
+            run.session.switch("--release-grads", now=True)
+            assert torch.optim.Optimizer.add_param_group is not own
+        assert torch.optim.Optimizer.add_param_group is own
 
     def test_a_refusal_comes_before_anything_is_touched(self) -> None:
         with running("--accumulate 2 --adam8bit") as run:

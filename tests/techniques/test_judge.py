@@ -617,6 +617,28 @@ class TestRefusals:
         )
         assert seen == []
 
+    def test_a_backward_pass_of_the_models_own_that_keeps_something(self) -> None:
+        seen: list[float] = []
+
+        class Noted(torch.autograd.Function):
+            @staticmethod
+            def forward(_context: Any, rows: torch.Tensor) -> torch.Tensor:
+                return rows.clone()
+
+            @staticmethod
+            def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+                seen.append(float(gradient.sum()))
+                return gradient
+
+        noted = Noted.apply
+        for apply in (noted, lambda rows: Noted.apply(rows)):
+            model = nn.Sequential(nn.Linear(6, 2), nn.Tanh())
+            model[1].register_forward_hook(lambda _m, _i, output, apply=apply: apply(output))
+            assert self.refusal(model, inputs()).startswith(
+                "accumulation: the backward pass of Sequential changes seen of"
+            )
+            assert seen == []
+
     def test_a_gradient_that_the_forward_keeps(self) -> None:
         class Keeping(nn.Linear):
             def forward(self, rows: torch.Tensor) -> torch.Tensor:

@@ -428,6 +428,9 @@ class GradientRelease(Technique):
             if id(parameter) in self._complete:
                 self._drop(parameter)
 
+    def close(self) -> None:
+        _hear_no_more(self)  # where the change to this plan was taken back, nothing has undone it
+
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if optimizer in self._steps and not self._is_known and optimizer not in self._seen:
             self._seen.add(optimizer)
