@@ -125,7 +125,8 @@ class Switching:
             require_compatible(self._workload, plan, [*beside.values()])
         with uninterrupted():
             before = self.in_force.plan
-            self.in_force.change(plan, to_the_end=to_the_end)
+            # a rescue may stand in the middle of an update, which is completed first
+            self.in_force.change(plan, to_the_end=to_the_end or of_rescue)
             self._model = self._workload.model if self.in_force.techniques else None
             if plan == before:
                 return

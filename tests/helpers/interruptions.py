@@ -12,29 +12,34 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._dynamo.callback  # as any cell may have: memlab then asks torch's compiler to be told
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import memlab
 from memlab import Workload, fit
+from memlab.measuring.operator_effects import OperatorEffect, effect_of
 from memlab.runtime.interrupts import Listener
 from memlab.runtime.loop_mode import LoopMode
+from memlab.runtime.tree import tensors_in
+from memlab.session import Session
 from tests.helpers.ctrl_c import interrupt
 from tests.helpers.fingerprint import differing, fingerprint
 
 _MEMLAB, _TORCH = f"{Path(memlab.__file__).parent}/", f"{Path(torch.__file__).parent}/"
 _PROFILER = f"{_TORCH}autograd/profiler.py"
 _STEPS = 3
+_BLOCK = 64 * 64  # numbers in a block of `Net`, which is updated when the larger head has been
+Rescue = Literal[False, True, "needed"]
 
 PLANS = (
     "",
@@ -80,24 +85,47 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(self.norm(self.blocks(inputs))), targets)
 
 
+class Short(TorchDispatchMode):
+    """Has no memory for the update of the smaller weights while moments are on the device.
+
+    It says so beforehand, as a `Ledger` does: an update that was thought to fit cannot be repeated.
+    """
+
+    capacity_bytes, live_bytes, watching = 1, 1, True
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_made = effect_of(func) == OperatorEffect.BIRTH and "optimizer" not in str(self._session.plan)
+        if is_made and any(tensor.numel() == _BLOCK and not tensor.is_meta for tensor in tensors_in(out)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return out
+
+
 class Loop:
     """A model in training under a plan, by a loop that may be left and entered again.
 
     Args:
         plan: flags.
-        rescue: whether the session rescues the loop.
+        rescue: whether the session rescues the loop, and whether the first update needs it.
         zeroes: where the loop zeroes its gradients: "first" or "last" in a step.
     """
 
-    def __init__(self, plan: str, *, rescue: bool, zeroes: str = "first") -> None:
+    def __init__(self, plan: str, *, rescue: Rescue, zeroes: str = "first") -> None:
         torch.manual_seed(0)
         self.model = Net().train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self._zeroes = zeroes
         self.losses: dict[int, float] = {}
+        self.memory: AbstractContextManager[Any] = nullcontext()
         self.run(2)
         self.untouched = fingerprint(self.model, [self.optimizer])
-        self.session = fit(Workload(self.model, self.optimizer), plan, rescue=rescue)
+        self.session = fit(Workload(self.model, self.optimizer), plan, rescue=bool(rescue))
+        if rescue == "needed":
+            self.memory = Short(self.session)
 
     @property
     def steps(self) -> int:
@@ -123,7 +151,8 @@ class Loop:
             self.optimizer.zero_grad()
         loss = self.model(inputs, targets)
         loss.backward()
-        self.optimizer.step()
+        with self.memory:
+            self.optimizer.step()
         if self._zeroes == "last":
             self.optimizer.zero_grad()
         self.losses[number] = loss.item()
@@ -139,7 +168,7 @@ class Loop:
 class Untouched:
     """The same loop, never interrupted: what everything is after each of its steps."""
 
-    def __init__(self, plan: str, *, rescue: bool, zeroes: str) -> None:
+    def __init__(self, plan: str, *, rescue: Rescue, zeroes: str) -> None:
         loop = Loop(plan, rescue=rescue, zeroes=zeroes)
         self.contents: dict[int, dict[str, torch.Tensor]] = {}
         for _ in range(_STEPS + 3):
@@ -196,7 +225,7 @@ def _stack(frame: FrameType | None) -> str:
     return " < ".join(names)
 
 
-def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: bool, zeroes: str) -> tuple[str, list[str]]:
+def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: Rescue, zeroes: str) -> tuple[str, list[str]]:
     """Interrupt a loop at a line; where that was, and what does not hold after it."""
     loop = Loop(plan, rescue=rescue, zeroes=zeroes)
     exact = zeroes == "first" and plan not in _DRAWS
@@ -221,6 +250,7 @@ def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: bool, zero
         loop.session.undo()
         wrong += _left_behind(None)
         wrong += differing(loop.untouched, fingerprint(loop.model, [loop.optimizer]))
+        loop.memory = nullcontext()
         loop.run(1)
     except Exception as error:  # noqa: BLE001 - what the next cell would show
         wrong.append(f"the next cell: {type(error).__name__}: {error}")
@@ -271,7 +301,7 @@ def _clean(loop: Loop) -> None:
         loop.session.undo()
 
 
-def campaign(plan: str, count: int, *, rescue: bool, zeroes: str, seed: int = 0) -> dict[str, tuple[str, list[str]]]:
+def campaign(plan: str, count: int, *, rescue: Rescue, zeroes: str, seed: int = 0) -> dict[str, tuple[str, list[str]]]:
     """Interrupt a loop so often, at lines drawn at random; where something did not hold, and what."""
     untouched = Untouched(plan, rescue=rescue, zeroes=zeroes)
     loop = Loop(plan, rescue=rescue, zeroes=zeroes)
@@ -292,7 +322,8 @@ if __name__ == "__main__":
     chosen = sys.argv[2:] or PLANS
     began = perf_counter()
     for plan in chosen:
-        for rescue in (False, True)[not plan :]:  # the user's own step is interrupted as torch has it
+        needed: tuple[Rescue, ...] = () if "optimizer" in plan or "release" in plan else ("needed",)
+        for rescue in (*((False, True)[not plan :]), *needed):  # the user's own step is interrupted as torch has it
             for zeroes in ("first", "last"):
                 failed = campaign(plan, count, rescue=rescue, zeroes=zeroes)
                 print(

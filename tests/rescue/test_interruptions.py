@@ -17,7 +17,7 @@ from memlab.errors import RefusalError
 from memlab.rescue.loop_code import LoopCode
 from tests.driving import loss_of, mlp
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
-from tests.helpers.interruptions import at_line, campaign
+from tests.helpers.interruptions import Rescue, at_line, campaign
 
 pytestmark = pytest.mark.usefixtures("pythons_own_handler")
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("pythons_own_handler")
     ("plan", "rescue", "zeroes"),
     [
         ("", True, "first"),
+        ("", "needed", "first"),
         ("--accumulate 2 --offload activations", False, "first"),
         ("--offload optimizer", False, "last"),
         ("--offload optimizer,activations,params --checkpoint", True, "first"),
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("pythons_own_handler")
         ("--fp16", True, "last"),
     ],
 )
-def test_the_next_cell_goes_on_from_whole_steps(plan: str, rescue: bool, zeroes: str) -> None:
+def test_the_next_cell_goes_on_from_whole_steps(plan: str, rescue: Rescue, zeroes: str) -> None:
     assert campaign(plan, 6, rescue=rescue, zeroes=zeroes) == {}
 
 
