@@ -11,17 +11,20 @@ Rules:
    Activations are freed in the reverse order of their making, which leaves no holes.
 3. The pool grows by as much as it holds at most, up to `LARGEST_GROWTH_BYTES` or one region that is larger. When
    nothing is in use, slabs go until it holds no more than twice what was in use at most since the last time.
-4. A slab on disk is an unlinked file, which nobody but the process can see and nothing outlives.
+4. A slab on disk is an unlinked file, which nobody but the process can see and nothing outlives. A process that is forked off
+   (a worker of a DataLoader) has what lies there to itself, as it has all other memory: it copies that at once (`_Fork`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -57,6 +60,7 @@ def file_slab(size_bytes: int) -> memoryview:
         memory of the process.
     """
     size_bytes = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
+    _fork.listen()
     with tempfile.TemporaryFile(prefix="memlab-") as file:
         _reserve(file.fileno(), size_bytes)
         # the mapping keeps the file open
@@ -90,6 +94,14 @@ class _Slab:
         self.size_bytes = len(memory)
         self.free = [(0, self.size_bytes)]
 
+    def used(self) -> Iterator[tuple[int, int]]:
+        """Ranges in use: [start, end)."""
+        start = 0
+        for free_start, free_end in [*self.free, (self.size_bytes, self.size_bytes)]:
+            if start < free_start:
+                yield start, free_start
+            start = free_end
+
     def take(self, size_bytes: int) -> int | None:
         """The start of a range that is free no longer; None when there is none."""
         for at, (start, end) in enumerate(self.free):
@@ -115,6 +127,71 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
+class _Fork:
+    """Gives a process that is forked off slabs in files of its own, while the process it comes from waits."""
+
+    _FIXED = 0x10  # MAP_FIXED, at a place where something is mapped already; not in Python's `mmap`
+
+    def __init__(self) -> None:
+        self.slabs: weakref.WeakSet[_Slab] = weakref.WeakSet()
+        self._is_listening = False
+        self._waiting: dict[int, tuple[int, int]] = {}  # by thread: both ends of a pipe
+
+    def listen(self) -> None:
+        """Hear of forks from now on."""
+        if not self._is_listening and hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
+            self._is_listening = True
+
+    def _mapped(self) -> list[_Slab]:
+        return [slab for slab in self.slabs if isinstance(slab.memory.obj, mmap.mmap) and any(slab.used())]
+
+    def _before(self) -> None:
+        if self._mapped():
+            self._waiting[threading.get_ident()] = os.pipe()
+
+    def _in_parent(self) -> None:
+        ends = self._waiting.pop(threading.get_ident(), None)
+        if ends is not None:
+            reading, writing = ends
+            os.close(writing)
+            os.read(reading, 1)  # nothing when the child has ended
+            os.close(reading)
+
+    def _in_child(self) -> None:
+        ends = self._waiting.pop(threading.get_ident(), None)
+        self._waiting.clear()
+        if ends is None:
+            return
+        try:
+            for slab in self._mapped():
+                self._move(slab)
+        finally:
+            os.close(ends[0])
+            os.write(ends[1], b"1")
+            os.close(ends[1])
+
+    def _move(self, slab: _Slab) -> None:
+        """Have a slab where it is, in a file of its own; in memory of its own where the disk is full."""
+        kept = [(start, bytes(slab.memory[start:end])) for start, end in slab.used()]
+        system = ctypes.CDLL(None, use_errno=True)
+        system.mmap.restype = ctypes.c_void_p
+        system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        address = ctypes.addressof(ctypes.c_char.from_buffer(slab.memory))
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | self._FIXED
+        with tempfile.TemporaryFile(prefix="memlab-") as file:
+            descriptor = file.fileno()
+            try:
+                _reserve(descriptor, slab.size_bytes)
+            except OSError:
+                descriptor, flags = -1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | self._FIXED
+            if system.mmap(address, slab.size_bytes, protection, flags, descriptor, 0) != address:
+                os._exit(1)  # else it would go on to write into the memory of the process it comes from
+        for start, content in kept:
+            slab.memory[start : start + len(content)] = content
+
+
+_fork = _Fork()
 # a slab outlives its pool as long as a region of it is alive
 _slabs_in_use: WhileAlive[_Slab] = WhileAlive()
 
@@ -176,6 +253,7 @@ class Pool:
                 return slab, start
         growth_bytes = min(max(self.held_bytes, SMALLEST_GROWTH_BYTES), LARGEST_GROWTH_BYTES)
         slab = _Slab(self._make(max(size_bytes, growth_bytes)))
+        _fork.slabs.add(slab)
         # a slab may outlive its pool, together with regions of it
         weakref.finalize(slab, self._release).atexit = False
         self._slabs.append(slab)
