@@ -285,7 +285,8 @@ def _held_back(shell: Shell, source: CellSource, outcome: Outcome) -> Iterator[N
         else:
             show(kind, error, lines)
 
-    with _having(shell, _showtraceback=held_back, showtraceback=numbered):
+    # whoever handles errors of cells has this one when the outer cell ends
+    with _having(shell, _showtraceback=held_back, showtraceback=numbered, custom_exceptions=()):
         yield
 
 

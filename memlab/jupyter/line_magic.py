@@ -17,7 +17,7 @@ from memlab.jupyter.flags import WORDS, line_help
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panel import bring_up_to_date, open_live, open_recorded
-from memlab.jupyter.parser import plans_in, predict_options, processes, split_words, unknown_word
+from memlab.jupyter.parser import plans_in, predict_options, processes, split_words, unknown_of_line, unknown_word
 from memlab.jupyter.state import state_text
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import compare
@@ -193,7 +193,7 @@ class LineMagic:
             raise PlanError("%memfit switch needs the flags of a plan, as in %memfit switch --accumulate 4")
         plan, rest = Plan.parse_known(words)
         if rest:
-            plan = Plan.parse(" ".join(words))  # says what is wrong with the first word that is no flag of a plan
+            raise unknown_of_line(rest[0])
         together = self._notebook.together()
         before, now = together[0].plan, not any(self._notebook.background.trains(s.workload.model) for s in together)
         switch_together(together, plan, now=now)

@@ -183,7 +183,7 @@ def cell_options(line: str) -> CellOptions:
         budget_bytes=parse_bytes(budget) if budget else None,
         lossless="lossless" in given,
         capacity_bytes=parse_bytes(capacity) if capacity else None,
-        keep=pinned(given["keep"].split(",")) if "keep" in given else frozenset(),
+        keep=pinned(name for name in given["keep"].split(",") if name.strip()) if "keep" in given else frozenset(),
         rescue="no_rescue" not in given,
         background="background" in given,
         inference="inference" in given,
@@ -255,6 +255,14 @@ def _loose_word(word: str) -> PlanError:
     return unknown_flag(word, tuple(flag.flag for flag in CELL_FLAGS))
 
 
+def unknown_of_line(word: str, flags: tuple[Flag, ...] = ()) -> PlanError:
+    """The error for a flag that a line does not know, which may be one of a cell's."""
+    of_cell = next((flag for flag in CELL_FLAGS if word in (flag.flag, flag.also)), None)
+    if of_cell is not None and flags is not CELL_FLAGS:
+        return PlanError(f"{word} is a flag of a cell, as in %%memfit {of_cell.usage}")
+    return unknown_flag(word, tuple(flag.flag for flag in flags))
+
+
 def unknown_word(word: str) -> PlanError:
     """The error for a word that is no subcommand of `%memfit`, naming the nearest one."""
     known = [each.word for each in WORDS]
@@ -273,7 +281,7 @@ def _read_flags(words: list[str], flags: tuple[Flag, ...]) -> tuple[dict[str, st
         word, has_value, value = waiting.pop(0).partition("=")
         flag = by_flag.get(word)
         if flag is None and word.startswith("-"):
-            raise unknown_flag(word, tuple(flag.flag for flag in flags))
+            raise unknown_of_line(word, flags)
         if flag is None:
             loose.append(word + has_value + value)
             continue
@@ -285,5 +293,7 @@ def _read_flags(words: list[str], flags: tuple[Flag, ...]) -> tuple[dict[str, st
                 value += waiting.pop(0)
         if flag.metavar and not value.strip(" ,"):
             raise PlanError(f"{flag.flag} needs a value: {flag.usage}")
+        if flag.metavar and flag.name in given and not flag.repeats:
+            raise PlanError(f"{flag.flag} is given twice ({given[flag.name]} and {value}); give one of them")
         given[flag.name] = f"{given[flag.name]},{value}" if flag.repeats and flag.name in given else value
     return given, loose

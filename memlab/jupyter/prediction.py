@@ -106,7 +106,7 @@ def workloads_of(
 def _require_batch(command: str, batch: Any) -> None:
     if batch is None:
         raise WorkloadError(
-            f"%memfit {command} needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
+            f"%memfit {command} needs a batch: run one training cell with %%memfit first (again after %memfit undo), or pass --batch NAME "
             "(a variable of this notebook)"
         )
 

@@ -238,8 +238,8 @@ def _parse_offload(text: str) -> Offload:
     if text in ("", "none"):
         return ()
     tiers: dict[Offloaded, Tier] = {}
-    for item in text.split(","):
-        what, _, where = item.strip().partition(":")
+    for item in [each.strip() for each in text.split(",") if each.strip()] or [text]:
+        what, _, where = item.partition(":")
         target = _choice("--offload", Offloaded)(what)
         if target in tiers:
             raise PlanError(

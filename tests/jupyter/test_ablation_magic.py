@@ -101,7 +101,7 @@ def test_ctrl_c_gives_the_rows_so_far(shell: Any, cell: Cell, monkeypatch: pytes
         ("ablation --batch inputs everything", "%memfit ablation everything: unknown; see %memfit help"),
         ("ablation --steps 0 --batch inputs", "--steps 0: expected a whole number of steps, 1 or more, as in '--steps 3'"),
         ("ablation --plans", '--plans needs plans, each in quotes, as in --plans "--accumulate 4" "--checkpoint"'),
-        ("ablation", "%memfit ablation needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
+        ("ablation", "%memfit ablation needs a batch: run one training cell with %%memfit first (again after %memfit undo), or pass --batch NAME "
                    "(a variable of this notebook)"),
     ],
 )  # fmt: skip

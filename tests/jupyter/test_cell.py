@@ -228,6 +228,16 @@ def test_a_cell_within_a_cell_is_refused_in_a_line(shell: Any, made: Cell) -> No
     assert made(f"%%memfit\n{TRAIN}").error is None
 
 
+def test_who_handles_errors_of_cells_has_each_once(made: Cell, shell: Any) -> None:
+    handled: list[BaseException] = []
+    own = shell.custom_exceptions, shell.CustomTB
+    shell.set_custom_exc((ZeroDivisionError,), lambda _shell, _kind, error, _tb, tb_offset=None: handled.append(error))
+    ran = made(f"%%memfit\n{TRAIN}\n1 / 0")
+    shell.custom_exceptions, shell.CustomTB = own
+    assert handled == [ran.error]
+    assert isinstance(ran.error, ZeroDivisionError)
+
+
 def test_exit_inside_a_cell_is_shown_once(made: Cell) -> None:
     ran = made("%%memfit\nraise SystemExit('enough')")
     assert isinstance(ran.error, SystemExit)

@@ -238,7 +238,7 @@ def test_the_budget_of_the_configuration(shell: Any, made: Cell, oracle: Oracle)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("predict", "%memfit predict needs a batch: run one training cell with %%memfit first, or pass --batch NAME "
+        ("predict", "%memfit predict needs a batch: run one training cell with %%memfit first (again after %memfit undo), or pass --batch NAME "
                     "(a variable of this notebook)"),
         ("predict --batch nothing", "--batch nothing: no variable of that name"),
         ("predict --batch words", "--batch words: list without a tensor; name what the model is called with"),
@@ -248,9 +248,11 @@ def test_the_budget_of_the_configuration(shell: Any, made: Cell, oracle: Oracle)
         ("predict --batch inputs --checkpoint", "checkpointing: Sequential repeats no block"),
         ("predict --batch inputs --plans", '--plans needs plans, each in quotes, as in --plans "--accumulate 4" "--checkpoint"'),
         ("predict --batch inputs --fp16 --plans --bf16", "%memfit predict: give flags of one plan, or several plans after --plans, not both"),
+        ("predict --batch inputs --capacity 8GiB", "--capacity is a flag of a cell, as in %%memfit --capacity SIZE"),
+        ("--capacity 8GiB", "--capacity is a flag of a cell, as in %%memfit --capacity SIZE"),
         ("predict --batch inputs everything", "%memfit predict everything: unknown; see %memfit help"),
         ("find --batch inputs", "%memfit find needs a budget, as in %memfit find --budget 8GiB"),
-        ("find --budget 8GiB", "%memfit find needs a batch: run one training cell with %%memfit first, or pass --batch "
+        ("find --budget 8GiB", "%memfit find needs a batch: run one training cell with %%memfit first (again after %memfit undo), or pass --batch "
                                "NAME (a variable of this notebook)"),
         ("snapshot --batch inputs", "%memfit snapshot needs one file name, as in %memfit snapshot step.pickle --predicted"),
     ],

@@ -15,6 +15,7 @@ Known limitations: parameters that ``load_state_dict(assign=True)`` puts in plac
 from __future__ import annotations
 
 import copy
+import multiprocessing.context
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -69,6 +70,9 @@ class OwnForm:
         live: Any = tensor()
         made = self._ordinary(live)
         vars(made).update(_own_attributes(live))
+        process = multiprocessing.context.get_spawning_popen()
+        if process is not None:  # it gets the descriptor of the memory, which must be open when it is started
+            vars(process).setdefault("_tensors_of_memlab", []).append(made)
         return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _copied(self, tensor: weakref.ref[Any], memo: dict[int, Any]) -> torch.Tensor:
