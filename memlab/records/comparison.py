@@ -102,6 +102,9 @@ def speed_ratio(measurement: Measurement, other: Measurement) -> float:
     return ratio(measurement.samples_per_second, other.samples_per_second)
 
 
+_TIMED_BEFORE = "samples/s are those of an earlier cell, as this one had too few steps to be timed"
+
+
 def timed_anew(before: Measurement, after: Measurement) -> tuple[Measurement, str]:
     """A plan that was measured again: its row, and what is to be said about its times.
 
@@ -110,7 +113,10 @@ def timed_anew(before: Measurement, after: Measurement) -> tuple[Measurement, st
     if _other_batches(after, before) or not (before.is_settled and before.fits and after.fits):
         return after, ""
     if not after.is_settled:
-        kept = replace(after, step_seconds=before.step_seconds, is_warm=True, waited_share=before.waited_share)
+        notes = (*(note for note in after.notes if note != _TIMED_BEFORE), _TIMED_BEFORE)
+        kept = replace(
+            after, step_seconds=before.step_seconds, is_warm=True, waited_share=before.waited_share, notes=notes
+        )
         return kept, ""
     slower = format_change(ratio(after.samples_per_second, before.samples_per_second))
     return after, f"{after.plan} was timed again: {slower} samples/s; other rows are compared with the new times"
