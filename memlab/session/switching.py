@@ -202,7 +202,7 @@ class Switching:
         # a plan with the same setting would be refused as well, or do nothing
         while self._before and isinstance(error, RefusalError) and _has_same(error.technique, refused, before):
             before, was_on_trial = self._before.pop()
-        self.change(before, noted=False)
+        self.change(before, noted=False, to_the_end=True)
         self.is_on_trial = was_on_trial
         text = f"refused {refused.label}: {error}; {before.label} is back"
         self._log.note(text)
