@@ -237,11 +237,11 @@ class InForce:
         self.plan = plan
 
     def _coming(self, plan: Plan) -> list[Technique]:
-        return [
-            kind(plan)
-            for kind in TECHNIQUES
-            if self._wants(kind, plan) and (kind not in self._entries or self._leaves(kind, plan))
-        ]
+        kinds = [kind for kind in TECHNIQUES if self._wants(kind, plan)]
+        coming = [kind(plan) for kind in kinds if kind not in self._entries or self._leaves(kind, plan)]
+        for technique in coming:
+            technique.host = self._host
+        return coming
 
     def _wants(self, kind: type[Technique], plan: Plan) -> bool:
         return is_wanted(kind, plan) and not (kind.is_of_optimizer and self._host.is_led())
@@ -253,7 +253,6 @@ class InForce:
         )
 
     def _put_in(self, technique: Technique) -> None:
-        technique.host = self._host
         entry = self._entries[type(technique)] = _Entry(technique)
         self._refresh()
         undo = self._undo_of(entry)

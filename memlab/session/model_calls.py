@@ -72,7 +72,7 @@ class ModelCalls:
             session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
             return _through([t.evaluate for t in session.techniques], original, args, kwargs)
         session.switching.take_withdrawn_out()
-        session.usage.was_called = True
+        session.usage.called(is_within_step=session.position.is_within_step)
         own_step = session.position.own_step
         if own_step is None or session.position.own_step_around(sys._getframe()) is None:
             session.switching.enter_step()

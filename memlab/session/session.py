@@ -84,6 +84,7 @@ class Session:
             self.position,
             companions=lambda: self.companions,
             is_led=lambda: together.is_led(self),
+            accumulates=lambda: self.usage.accumulates,
         )
         self.in_force = self.switching.in_force
         self.usage = Usage(workload, self.in_force, self.log)

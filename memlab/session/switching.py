@@ -48,6 +48,7 @@ class Switching:
         *,
         companions: Callable[[], Sequence[Session]],  # sessions of other models that train in the same loop
         is_led: Callable[[], bool],  # whether a session that was there before sees to the optimizers
+        accumulates: Callable[[], bool],  # whether the loop makes several backward passes for a step
     ) -> None:
         self._workload = workload
         self._log = log
@@ -73,6 +74,7 @@ class Switching:
             withdraw=self._withdraw,
             refused=lambda refusal: observers.tell("refused", refusal),
             is_led=is_led,
+            accumulates=accumulates,
         )
         self.in_force = InForce(workload, host)  # the plan in force, and its techniques
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from memlab.plan import Plan
+from memlab.plan import Gradients, Plan
 from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce
 from memlab.session.log import Log
@@ -29,7 +29,21 @@ class Usage:
         self.was_called = False  # whether the loop has called the model to train it
         self.was_evaluated = False  # whether it has called it in eval mode, with gradients
         self.was_replicated = False  # whether it has called copies of it on several GPUs
+        self.accumulates = False  # whether it makes several backward passes for a step
+        self._gradient: object = None  # of one weight, at the first call since the last step
         self._stepped: set[int] = set()  # optimizers that have, before the model was called
+
+    def called(self, *, is_within_step: bool) -> None:
+        """Note a training call; gradients that have changed since an earlier one of the same step are added up."""
+        self.was_called = True
+        if self._in_force.plan.gradients is Gradients.RELEASE:
+            return  # they come and go in the backward pass
+        weight = next((p for p in self._workload.model.parameters() if p.requires_grad), None)
+        gradient = None if weight is None or weight.grad is None else (id(weight.grad), weight.grad._version)
+        if not is_within_step:
+            self._gradient = gradient
+        elif gradient != self._gradient:
+            self.accumulates = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped; say what had no effect where it has stepped before."""

@@ -74,6 +74,7 @@ class Host:
     # how many aliases of each weight are kept meanwhile, to go back to
     aliases: Callable[[], int] = int
     on_trial: Callable[[], bool] = bool  # whether there is a plan to go back to, should this one turn out not to apply
+    accumulates: Callable[[], bool] = bool  # whether the loop was seen to make several backward passes for a step
     of_rescue: Callable[[], bool] = bool  # whether nobody asked for the plan: memory ran out under the one before
     # called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when the plan
     # before comes back at the next hook, and the technique does nothing until then

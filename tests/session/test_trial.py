@@ -162,7 +162,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         (looking, "--release-grads", "the loop uses gradients between backward() and optimizer.step()"),
         (reading_after, "--release-grads", "the loop uses gradients after optimizer.step() (in "),
         (accumulating, "--release-grads", "the loop calls backward() a second time before optimizer.step()"),
-        (never_zeroing, "--release-grads", "the loop does not drop the gradients of the step before"),
+        (never_zeroing, "--release-grads", "the loop adds to the gradients that an earlier backward() has left"),
         (scheduling_before, "--release-grads", "the loop changes the optimizer's settings"),
         (with_closure, "--release-grads", "the loop hands optimizer.step() a closure"),
     ],
@@ -173,11 +173,48 @@ def test_a_loop_goes_on_as_if_nothing_had_been_asked(loop: Loop, plan: str, why:
     assert same(values, untouched)
     assert [label for label, _ in heard.refused] == [plan]
     assert why in heard.refused[0][1]
-    assert heard.changed == [plan, "as written"]
-    refused_at = 3 if loop in (never_zeroing, reading_after) else 2
+    is_known = loop is accumulating  # by the step before
+    assert heard.changed == ([] if is_known else [plan, "as written"])
     (noted,) = [entry for entry in session.log if entry.text.startswith(f"refused {plan}: ")]
-    assert noted.step == refused_at
-    assert noted.text.endswith("; as written is back")
+    assert noted.step == (3 if loop is reading_after else 2)
+    assert noted.text.endswith("; as written is back") is not is_known
+
+
+def with_a_rest(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Two batches for a step, and one that is left at the end of an epoch of two steps."""
+    for _ in range(1 + (step + 1) % 2):
+        backward(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_loop_that_adds_gradients_up_is_known_by_what_came_before_the_click() -> None:
+    untouched, _, _ = trained(with_a_rest)
+    values, heard, _ = trained(with_a_rest, asks={1: "--release-grads"})  # before the rest, in one batch
+    assert same(values, untouched)
+    assert "the loop calls backward() a second time before optimizer.step()" in heard.refused[0][1]
+    assert heard.changed == []
+
+
+def test_gradients_that_were_there_before_the_plan_are_not_released() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    backward(model, 1)  # in a cell without memlab
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with fit(Workload(model, optimizer), "--release-grads"), pytest.raises(RefusalError) as caught:
+        backward(model, 2)
+    assert str(caught.value) == (
+        "gradients: the loop adds to the gradients that an earlier backward() has left; hand over the whole batch and use "
+        "--accumulate N, or leave --release-grads out"
+    )
+    assert same([*model.parameters()], before)
+    optimizer.zero_grad(set_to_none=False)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
 
 
 @pytest.mark.parametrize("rescue", [False, True], ids=["", "rescued"])
@@ -186,7 +223,7 @@ def test_the_way_back_leads_through_all_plans_on_trial(loop: Loop, rescue: bool)
     """Two clicks before the loop shows what it does; the first already does not apply."""
 
     def clicked(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if step == 1:
+        if step == 0:
             session = session_of(model)
             assert session is not None
             session.switch("--release-grads", now=True, on_trial=True)

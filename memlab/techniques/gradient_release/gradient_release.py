@@ -76,6 +76,10 @@ _SPLIT = "with --accumulate gradients are complete after the last micro-batch, a
 _SHARED = "gradients of parameters that a second optimizer has got are kept from then on"
 _USE_ACCUMULATE = "hand over the whole batch and use --accumulate N, or leave --release-grads out"
 _LEAVE_OUT = "leave --release-grads out"
+_ADDED_UP = (
+    "the loop calls backward() a second time before optimizer.step() (or one was broken off), and gradients add up over both",
+    _USE_ACCUMULATE,
+)
 
 
 @dataclass
@@ -146,6 +150,9 @@ class GradientRelease(Technique):
         self._is_broken = False
         self._is_withdrawn = False
         self._was_called = False  # the model, since a step: the call is where watching begins
+        self._adding: set[int] = (
+            set()
+        )  # parameters with a gradient that the loop has not dropped since its call, while watched
         self._as_completed: dict[int, tuple[int, int]] = {}  # place and version of gradients that a watched step keeps
         self._used: set[int] = set()  # parameters whose gradient was in a step and which the loop has not dropped since
         self._gone: set[int] = set()  # parameters whose gradient was freed and which the loop has not written since
@@ -177,6 +184,8 @@ class GradientRelease(Technique):
                 "come before the other's gradient is computed",
                 f"tie them by making both one parameter, or {_LEAVE_OUT}",
             )
+        if self.host.accumulates():
+            raise RefusalError(self.field, *_ADDED_UP)
         own = {id(parameter) for parameter in workload.model.parameters()}
         if any(each is not self.predecessor and not own.isdisjoint(each._owners) for each in _hearing):
             raise RefusalError(
@@ -247,6 +256,7 @@ class GradientRelease(Technique):
         self._steps.clear()
         self._passes.clear()
         self._as_completed.clear()
+        self._adding.clear()
         self._used.clear()
         self._gone.clear()
         self._put_off = None
@@ -307,8 +317,19 @@ class GradientRelease(Technique):
             self._gone.clear()
         output = call(*args, **kwargs)
         if self._owners and not self._is_known:  # without an optimizer no gradient is anybody's
+            self._adding = set(self._gradients_there())
             self._watch_loop()
         return output
+
+    def _gradients_there(self) -> Iterator[int]:
+        """Parameters whose gradient has values already, of those whose step is watched, by id."""
+        watched = {optimizer for optimizer in self._owners.values() if optimizer is not None} - self._seen
+        own = (p for optimizer in watched for p in _parameters_of(optimizer) if id(p) not in self._gone)
+        there = [(id(p), p.grad) for p in own if p.grad is not None and not p.grad.is_sparse]
+        if there:
+            home = there[0][1].device
+            counts = torch.stack([gradient.count_nonzero().to(home) for _, gradient in there]).tolist()
+            yield from (key for (key, _), count in zip(there, counts, strict=True) if count)
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._is_called_between |= bool(self._complete) and torch._C._current_graph_task_id() == -1
@@ -329,11 +350,10 @@ class GradientRelease(Technique):
             if self._is_broken:
                 raise _broken()
             if id(parameter) in self._complete:
-                self._refuse(
-                    "the loop calls backward() a second time before optimizer.step() (or one was broken off), and "
-                    "gradients add up over both",
-                    _USE_ACCUMULATE,
-                )
+                self._refuse(*_ADDED_UP)
+                return
+            if id(parameter) in self._adding:
+                self._refuse("the loop adds to the gradients that an earlier backward() has left", _USE_ACCUMULATE)
                 return
             step = self._steps.get(optimizer) or self._begin_step(optimizer)
             self._hear_of_its_end()
@@ -462,6 +482,7 @@ class GradientRelease(Technique):
         """
         if self._is_withdrawn:
             return None
+        self._adding.discard(id(tensor))  # it is dropped, or the loop's own matter
         self._notice_broken_pass()
         if id(tensor) in self._complete:
             done = _what_is_done()
