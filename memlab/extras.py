@@ -6,10 +6,10 @@ import importlib
 import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 from memlab.errors import MissingExtraError
 
@@ -41,10 +41,35 @@ def require(package: str) -> ModuleType:
         MissingExtraError: it is not installed; the message holds the command that installs it.
     """
     try:
-        with _without_chatter(package), _without_modes():
-            return importlib.import_module(package)
+        # where it is being imported, this waits until it is there
+        return importlib.import_module(package) if package in sys.modules else _imported(package)
     except ImportError as error:
         raise _missing(package) from error
+
+
+def _imported(package: str) -> ModuleType:
+    """Import a package on a thread of its own: as at the top of a program, and to the end.
+
+    Torch's modes are of a thread: a package that makes tensors, as bitsandbytes does, would make them on the loop's default
+    device, or run out of memory half-way under a capacity that is used up. Ctrl-C would break it off half-way as well. What was
+    imported in half stays broken until Python is restarted.
+    """
+    made: list[ModuleType | BaseException] = []
+
+    def work() -> None:
+        try:
+            with _without_chatter(package):
+                made.append(importlib.import_module(package))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the package is asked for
+            made.append(error)
+
+    thread = threading.Thread(target=work, name=f"memlab imports {package}", daemon=True)
+    thread.start()
+    thread.join()
+    (result,) = made
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def require_installed(package: str) -> None:
@@ -72,19 +97,3 @@ def _without_chatter(package: str) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-@contextmanager
-def _without_modes() -> Iterator[None]:
-    """Import a package as at the top of a program, whatever is in force where it is needed first.
-
-    One that makes tensors, as bitsandbytes does, would make them on the loop's default device, or run out of memory
-    half-way under a capacity that is used up, and stay broken until Python is restarted.
-    """
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        yield
-        return
-    modes = torch.utils._python_dispatch._disable_current_modes()
-    with modes, torch._C.DisableTorchFunction(), torch.inference_mode(mode=False):
-        yield

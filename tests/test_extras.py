@@ -9,16 +9,26 @@ import torch
 
 from memlab.extras import require
 from memlab.measuring.ledger import Ledger
+from tests.helpers.ctrl_c import pythons_own_handler  # noqa: F401 - a fixture
 
 
+@pytest.mark.usefixtures("pythons_own_handler")
 def test_a_package_that_makes_tensors_is_imported_whole_whatever_is_in_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "makes_tensors.py").write_text("import torch\ntable = torch.arange(4.0)\nlast = table.sum()\n")
+    lines = (
+        "import signal, torch",
+        "signal.raise_signal(signal.SIGINT)",
+        "table = torch.arange(4.0)",
+        "last = table.sum()",
+    )
+    (tmp_path / "makes_tensors.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     with torch.device("meta"), torch.inference_mode(), Ledger(capacity_bytes=8):
         with pytest.raises(torch.OutOfMemoryError):
             torch.arange(4.0, device="cpu")
+        with pytest.raises(KeyboardInterrupt):  # which came while it waited
+            require("makes_tensors")
         package = require("makes_tensors")
     assert float(package.last) == 6.0
     assert not package.table.is_inference()

@@ -6,6 +6,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -111,7 +113,7 @@ class Notebook:
         """Return what steers and follows a model's run: one for all its cells and panels."""
         control = control_of(model)
         if control.run_ended is None:
-            control.run_ended = self.keep_run
+            control.run_ended = partial(self.keep_run, weakref.ref(model))
             control.is_taken = lambda: self.background.running
         return control
 
@@ -120,10 +122,17 @@ class Notebook:
         model = self._last()
         return self.control_of(model) if model is not None else None
 
-    def keep_run(self, moment: Moment) -> None:
-        """Take a panel's own run into the history, and leave its receipt below the panel."""
-        history = self.history()
-        history.add(moment.title, list(moment.measurements), moment.events)
+    def keep_run(self, there: weakref.ref[nn.Module], moment: Moment) -> None:
+        """Take a panel's own run of a model into its history, and leave its receipt below the panel."""
+        model = there()
+        if model is None:
+            return
+        history = self.history_of(model)
+        # others are in the panel as they are here
+        new = [row for row in moment.measurements if replace(row, losses=()) != history.measured(row.plan)]
+        if not new and history.comparison is None:
+            return
+        history.add(moment.title, new, moment.events)
         history.keep_predictions(
             each for each in moment.predictions if history.measured(each.plan) and not each.refused
         )

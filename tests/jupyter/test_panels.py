@@ -238,11 +238,19 @@ def test_a_run_of_the_panel_leaves_its_receipt(made: Cell, shell: Any, monkeypat
     made("loss_fn = torch.nn.functional.cross_entropy")
     made("%memfit panel --batch inputs,target --loss-fn loss_fn")
     control = control_of(shell.user_ns["model"])
+    made("other = torch.nn.Linear(16, 4)\nothers = torch.optim.SGD(other.parameters(), lr=0.1)")
+    loop = TRAIN.replace("model(", "other(").replace("optimizer.", "others.")
+    assert made(f"%%memfit --model other --optimizer others\n{loop}").error is None  # the last cell trains another model
+    expected = made("c = %memfit report") and shell.user_ns["c"].measurements
     stage = control.stage = Playing()
     control.run(keep=False)
     for _ in range(3):
         assert stage.played[-1].advance()
     control.cancel()
-    ran = made("c = %memfit report")
-    assert ran.error is None
-    assert [each.plan for each in shell.user_ns["c"].measurements] == ["as written"]
+    assert made("c = %memfit report").error is None
+    assert shell.user_ns["c"].measurements == expected
+    made("%memfit panel --model model --batch inputs,target --loss-fn loss_fn")
+    assert made("c = %memfit report").error is None
+    (row,) = shell.user_ns["c"].measurements
+    assert row.plan == "as written"
+    assert row.peak_allocated_bytes > expected[0].peak_allocated_bytes
