@@ -18,7 +18,7 @@ class Row:
     """One line of a comparison: a measurement against the first one, and what was predicted for it."""
 
     measurement: Measurement  # of one plan
-    memory_ratio: float  # its peak as a share of the first one's; NaN where its batches were of another size
+    memory_ratio: float  # its peak as a share of the first one's; NaN where its batches were of another size, or one of both ran out of memory
     # its samples per second as a share of the first one's; NaN where there is none to compare with, or where too few
     # steps were timed to compare
     speed_ratio: float
@@ -126,7 +126,9 @@ def _row(measurement: Measurement, first: Measurement, prediction: Prediction | 
     if prediction is not None and _other_batches(measurement, prediction):
         prediction = None  # it is of another batch
     is_alike = not _other_batches(measurement, first)
-    memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes) if is_alike else math.nan
+    # of what ran out it is known only that it needs more
+    is_known = is_alike and measurement.fits and first.fits
+    memory_ratio = measurement.peak_allocated_bytes / max(1, first.peak_allocated_bytes) if is_known else math.nan
     return Row(
         measurement=measurement,
         memory_ratio=memory_ratio,

@@ -138,9 +138,11 @@ def summary(comparison: Comparison) -> str:
     """One sentence for status lines, screen readers and the alternative text of pictures."""
     first, *others = comparison.rows
     count = f"{len(comparison.rows)} setting{'s' if others else ''} measured: "
-    sentence = f"{count}{first.measurement.plan} peaks at {format_bytes(first.measurement.peak_allocated_bytes)}"
+    peaks = "peaks at" if first.measurement.fits else "needs more than"
+    sentence = f"{count}{first.measurement.plan} {peaks} {format_bytes(first.measurement.peak_allocated_bytes)}"
+    others = [row for row in others if row.measurement.fits]
     if not others:
-        return f"{sentence}."
+        return f"{sentence}{'; the others ran out of memory' if len(comparison.rows) > 1 else ''}."
     least = min(others, key=lambda row: row.measurement.peak_allocated_bytes)
     less = f" ({format_change(least.memory_ratio)})" if math.isfinite(least.memory_ratio) else ""
     memory = f"{format_bytes(least.measurement.peak_allocated_bytes)}{less}"

@@ -121,6 +121,8 @@ def copies_itself(module: nn.Module) -> bool:
 
 def is_ours(hook: Any) -> bool:
     """Return whether a hook is memlab's own: no copy has it, and what is put back of a module leaves it alone."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return str(home).partition(".")[0] == "memlab"
 

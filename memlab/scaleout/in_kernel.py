@@ -29,6 +29,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
 from memlab.runtime.hooks import chained
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
 from memlab.scaleout import one_rank
@@ -64,7 +65,7 @@ class InKernel(LiveEngine):
         one_rank.check()
         name = self.workload.name
         for key, parameter in self.workload.model.named_parameters():
-            if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            if own_class(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
                 raise RefusalError("scale", f"{key} of {name} is a {type(parameter).__name__}", "train without --scale")
             refuse_hooks(key, parameter)
 

@@ -240,7 +240,9 @@ def test_a_run_of_the_panel_leaves_its_receipt(made: Cell, shell: Any, monkeypat
     control = control_of(shell.user_ns["model"])
     made("other = torch.nn.Linear(16, 4)\nothers = torch.optim.SGD(other.parameters(), lr=0.1)")
     loop = TRAIN.replace("model(", "other(").replace("optimizer.", "others.")
-    assert made(f"%%memfit --model other --optimizer others\n{loop}").error is None  # the last cell trains another model
+    assert (
+        made(f"%%memfit --model other --optimizer others\n{loop}").error is None
+    )  # the last cell trains another model
     expected = made("c = %memfit report") and shell.user_ns["c"].measurements
     stage = control.stage = Playing()
     control.run(keep=False)

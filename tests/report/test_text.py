@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 from dataclasses import replace
 from types import ModuleType
 
@@ -22,7 +23,7 @@ from memlab.report import (
     text,
     wording,
 )
-from memlab.units import GIB
+from memlab.units import GIB, format_bytes
 
 
 @pytest.mark.parametrize("module", [text, html, image, wording, segments, tables, ranking, pareto, pareto_image])
@@ -118,6 +119,17 @@ not broken down   215.0 MiB     7 %  ██
 peak allocated     3.00 GiB   in the forward pass
 device used        4.00 GiB
 offloaded          1.00 GiB"""
+    )
+
+
+def test_what_ran_out_of_memory_is_no_saving() -> None:
+    comparison = samples.comparison()
+    first, *others = comparison.measurements
+    ran_out = replace(comparison, measurements=(first, *(replace(each, fits=False) for each in others)))
+    assert text.summary(ran_out).endswith("; the others ran out of memory.")
+    assert all(math.isnan(row.memory_ratio) for row in ran_out.rows[1:])
+    assert text.summary(replace(ran_out, measurements=(replace(first, fits=False),))) == (
+        f"1 setting measured: {first.plan} needs more than {format_bytes(first.peak_allocated_bytes)}."
     )
 
 

@@ -480,6 +480,16 @@ def test_a_group_of_ones_own_is_used_and_stays() -> None:
         sys.excepthook = hook
 
 
+@pytest.mark.parametrize("before", ["--release-grads", "--precision pure-bf16"])
+def test_what_the_plan_before_has_put_on_weights_is_none_of_the_users(before: str) -> None:
+    workload = tower()
+    with fit(workload, before) as session:
+        go(workload, 0, 1, clips=False)
+        session.switch("--scale fsdp2", now=True)
+        go(workload, 1, 2, clips=False)
+        assert str(session.plan) == "--scale fsdp2"
+
+
 def _half_stepped() -> Workload:
     workload = tower()
     model, (optimizer,) = workload.model, workload.optimizers
