@@ -12,7 +12,8 @@ Numbered rules of the mechanism:
    nodes it made, and let go of only by a backward pass that reaches all of them: another graph's is never touched.
 3. Where the loop's own part goes on after the model's has begun, because it sends gradients to parameters past the
    model (a penalty on weights) or stands between two model calls, everything is kept until the end, and gradients
-   that were there before are set aside until then. What hooks on the loop's own tensors have changed is put back first.
+   that were there before are set aside until then. What hooks on the loop's own tensors, and autograd functions, have changed is put
+   back first; a pass that calls backward hooks of modules is not run again.
 4. Where the mode stands among those of the loop's: `memlab.runtime.loop_mode`.
 5. Where anything has been compiled by ``torch.compile`` the mode stays away, as Dynamo would trace into it.
 
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._pytree import tree_iter
 
 from memlab.rescue.differentiation import ASKING, DIFFERENTIATING, Called, Differentiation, hook_within, set_aside
@@ -39,6 +41,7 @@ from memlab.runtime import graphs
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
 from memlab.runtime.model_state import State, Written
+from memlab.runtime.reach import is_of_library
 from memlab.runtime.rng import RandomState
 
 if TYPE_CHECKING:
@@ -218,7 +221,8 @@ class LoopCode(UncompiledMode):
         attempt = 0
         self._keeps_all = own.goes_on
         self.graph_is_kept_for_itself = not wanted.keeps
-        before = State((), self._hooks, Written(), self._owner.device) if self._hooks else None
+        code = [*self._hooks, *own.functions]
+        before = State((), code, Written(), self._owner.device) if code else None
         try:
             while True:
                 shortage: BaseException | None = None
@@ -249,6 +253,7 @@ class LoopCode(UncompiledMode):
 
     def _walk(self, wanted: Differentiation, *, past_calls: bool) -> _OwnPart | None:
         leaves: list[torch.Tensor] = []
+        functions: set[type] = set()
         calls = 0
         from_nodes: dict[Any, list[Any]] = {}  # whose gradients each node gets, the roots' from nobody
         waiting: list[tuple[Any, Any]] = [(tensor.grad_fn, None) for tensor in wanted.roots]
@@ -264,6 +269,11 @@ class LoopCode(UncompiledMode):
             calls += is_call
             if len(from_nodes) > _MOST_NODES:
                 return None
+            function = getattr(type(node), "_forward_cls", None)
+            if function is BackwardHookFunction:
+                return None  # hooks of a module are called, of which nobody knows what they change
+            if function is not None and not is_call and not is_of_library(function.__module__):
+                functions.add(function)
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 if leaf.grad is not None and leaf._post_accumulate_grad_hooks:
@@ -271,7 +281,8 @@ class LoopCode(UncompiledMode):
                 leaves.append(leaf)
             if past_calls or not is_call:
                 waiting += [(following, node) for following, _ in node.next_functions]
-        return _OwnPart(leaves, _saved_by(wanted.run_of(from_nodes)), goes_on=bool(leaves) or calls > 1)
+        saved = _saved_by(wanted.run_of(from_nodes))
+        return _OwnPart(leaves, saved, functions, goes_on=bool(leaves) or calls > 1)
 
 
 def _saved_by(nodes: Iterable[Any]) -> list[_Saved]:
@@ -287,6 +298,7 @@ class _OwnPart:
     # what it sends gradients to itself; where it goes on, what the whole pass sends gradients to
     leaves: list[torch.Tensor]
     saved: list[_Saved]  # what its functions have saved for it, and for no other backward pass
+    functions: set[type]  # autograd functions of the user's in it
     goes_on: bool  # whether it goes on after the model's part has begun
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -416,21 +417,46 @@ def test_a_backward_pass_that_ran_out_anywhere(way: str, loss_of: Any, has_gradi
     assert stack() == []
 
 
-def test_hooks_of_the_loop_leave_what_one_pass_leaves() -> None:
+class Noted(torch.autograd.Function):
+    """Notes the sizes of gradients."""
+
+    seen: ClassVar[list[float]] = []
+
+    @staticmethod
+    def forward(_context: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Noted.seen.append(gradient.abs().max().item())
+        return gradient
+
+
+@pytest.mark.parametrize("way", ["a hook", "a function", "a module's hook"])
+def test_code_in_the_loops_part_leaves_what_one_pass_leaves(way: str) -> None:
     def run(faults: Faults, rescued: bool) -> tuple[list[float], int]:
         torch.manual_seed(0)
-        model, seen = Tower().double(), list[float]()
+        Noted.seen.clear()
+        model, doubled = Tower().double(), nn.Identity()
         rescues = 0
         with fit(Workload(model, torch.optim.AdamW(model.parameters())), rescue=rescued) as session:
             inputs, targets = batch()
             logits = model(inputs) * 2.0
-            logits.register_hook(lambda gradient: seen.append(gradient.abs().max().item()))
-            # the hook comes first, and what else the loop computes can run out after it
+            if way == "a hook":
+                logits.register_hook(lambda gradient: Noted.seen.append(gradient.abs().max().item()))
+            elif way == "a function":
+                logits = Noted.apply(logits)  # type: ignore[no-untyped-call]
+            else:
+                doubled.register_full_backward_hook(
+                    lambda _m, _i, outputs: Noted.seen.append(outputs[0].abs().max().item())
+                )
+                logits = doubled(logits)
+            # that comes first, and what else the loop computes can run out after it
             loss = F.cross_entropy(logits, targets) + sum((p.exp() * p).sum() for p in model.parameters())
-            with faults:
+            with faults, suppress(torch.OutOfMemoryError):
                 loss.backward()
             rescues = len(session.rescuer.rescues) if session.rescuer is not None else 0
-        return seen, rescues
+        return [*Noted.seen], rescues
 
     expected, _ = run(Faults(), rescued=False)
     count = Faults()
