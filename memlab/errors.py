@@ -17,6 +17,8 @@ line; the Python API raises it.
 
 from __future__ import annotations
 
+_MOST_CHARACTERS = 120  # of a foreign error's text
+
 
 class MemlabError(Exception):
     """Base of every error raised by memlab.
@@ -92,10 +94,15 @@ class BudgetError(MemlabError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its text, cut after 120 characters.
+    """Return the kind of an error and the first line of its text, cut between two words after about 120 characters.
 
     Example:
         >>> first_line(ValueError("not a number"))
         'ValueError: not a number'
+        >>> first_line(ValueError("much " * 30))[-12:]
+        'much much …'
     """
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    text = (str(error).splitlines() or [""])[0]
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS].rpartition(' ')[0] or text[:_MOST_CHARACTERS]} …"
+    return f"{type(error).__name__}: {text}"

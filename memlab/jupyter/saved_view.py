@@ -101,7 +101,9 @@ def _settings(moment: Moment) -> Table:
         instead = spec.offer if is_off else spec.choices[0]
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
         has_effects |= effect is not None
-        gives = "not predicted" if effect is None else effect.text if is_off else f"no more {effect.text}"
+        gives = "not predicted"
+        if effect is not None:
+            gives = effect.text if is_off or effect.refused else f"no more {effect.text}"
         try:
             magic = f"%memfit {str(moment.plan.with_setting(spec.name, instead)) or 'undo'}"
         except PlanError:
