@@ -99,7 +99,7 @@ def first_line(error: BaseException) -> str:
     Example:
         >>> first_line(ValueError("not a number"))
         'ValueError: not a number'
-        >>> first_line(ValueError("much " * 30))[-12:]
+        >>> first_line(ValueError("much " * 30))[-11:]
         'much much …'
     """
     text = (str(error).splitlines() or [""])[0]
