@@ -42,7 +42,7 @@ class Usage:
         gradient = None if weight is None or weight.grad is None else (id(weight.grad), weight.grad._version)
         if not is_within_step:
             self._gradient = gradient
-        elif gradient != self._gradient:
+        elif gradient is not None and gradient != self._gradient:
             self.accumulates = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
