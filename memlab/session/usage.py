@@ -38,7 +38,7 @@ class Usage:
         self.was_called = True
         if self._in_force.plan.gradients is Gradients.RELEASE:
             return  # they come and go in the backward pass
-        weight = next((p for p in self._workload.model.parameters() if p.requires_grad), None)
+        weight = next((p for p in self._workload.model.parameters() if p.requires_grad and p.is_leaf), None)
         gradient = None if weight is None or weight.grad is None else (id(weight.grad), weight.grad._version)
         if not is_within_step:
             self._gradient = gradient

@@ -149,6 +149,7 @@ class GradientRelease(Technique):
         self._is_known = False
         self._is_broken = False
         self._is_withdrawn = False
+        self._was_left = False  # the loop, in the middle of a step, whose gradients may be there when it goes on
         self._was_called = False  # the model, since a step: the call is where watching begins
         self._adding: set[int] = (
             set()
@@ -286,6 +287,7 @@ class GradientRelease(Technique):
     def broken_off(self) -> None:
         self._forget()
         self._seen.clear()
+        self._was_left = True
 
     def _notice_broken_pass(self) -> None:
         """An error has ended a backward pass, and nobody said so."""
@@ -317,7 +319,7 @@ class GradientRelease(Technique):
             self._gone.clear()
         output = call(*args, **kwargs)
         if self._owners and not self._is_known:  # without an optimizer no gradient is anybody's
-            self._adding = set(self._gradients_there())
+            self._adding = set() if self._was_left else set(self._gradients_there())
             self._watch_loop()
         return output
 
@@ -454,6 +456,7 @@ class GradientRelease(Technique):
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if optimizer in self._steps and not self._is_known and optimizer not in self._seen:
             self._seen.add(optimizer)
+        self._was_left = False
         if not self._is_known:
             self._used |= self._complete.intersection(map(id, _parameters_of(optimizer)))
         self._close(optimizer)
