@@ -173,18 +173,22 @@ class _Fork:
 
     def _move(self, slab: _Slab) -> None:
         """Have a slab where it is, in a file of its own; in memory of its own where the disk is full."""
-        kept = [(start, bytes(slab.memory[start:end])) for start, end in slab.used()]
         system = ctypes.CDLL(None, use_errno=True)
         system.mmap.restype = ctypes.c_void_p
         system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         address = ctypes.addressof(ctypes.c_char.from_buffer(slab.memory))
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | self._FIXED
         with tempfile.TemporaryFile(prefix="memlab-") as file:
-            descriptor = file.fileno()
+            descriptor, kept = file.fileno(), []
             try:
                 _reserve(descriptor, slab.size_bytes)
+                for start, end in slab.used():
+                    file.seek(start)
+                    file.write(slab.memory[start:end])  # past the pages of a mapping, which would each be asked for
+                file.flush()
             except OSError:
                 descriptor, flags = -1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | self._FIXED
+                kept = [(start, bytes(slab.memory[start:end])) for start, end in slab.used()]
             if system.mmap(address, slab.size_bytes, protection, flags, descriptor, 0) != address:
                 os._exit(1)  # else it would go on to write into the memory of the process it comes from
         for start, content in kept:
