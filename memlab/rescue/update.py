@@ -7,8 +7,8 @@ Numbered rules of the mechanism:
 2. Even then an allocation can fail. An operator that runs out of memory is called again after memory was freed, unless
    it may have written already (`Retrying`).
 3. Where memory is tight the update goes bucket by bucket. A bucket without room of its own is copied first, off the
-   device if need be; then its failure is undone, and it and the rest follow under another plan. The largest comes first:
-   what is left when no plan has room for it is as before the step.
+   device if need be; then its failure is undone, and it and the rest follow under another plan. The largest comes first, unless
+   the update draws random numbers: what is left when no plan has room for it is as before the step.
 4. An update without a copy that has written nothing can be begun again. One that has written cannot, and says so:
    `BrokenUpdateError`. What is done is never done twice.
 5. Ctrl-C is held back while the user's own step runs, so that it does not leave half an update behind.
@@ -330,7 +330,10 @@ class Update:
         return self._run_in_buckets(techniques, self._copy_unless_room)
 
     def _run_in_buckets(self, techniques: Sequence[Technique], copy: optimizer_step.Protection) -> bool:
-        is_made = optimizer_step.run_step(self._optimizer, techniques, backup=copy, done=self._done, largest_first=True)
+        largest_first = not any(technique.draws_in_update for technique in techniques)
+        is_made = optimizer_step.run_step(
+            self._optimizer, techniques, backup=copy, done=self._done, largest_first=largest_first
+        )
         if len(self._optimizer.state) > self._known:
             order_state(self._optimizer, self._known)
         return is_made

@@ -102,6 +102,7 @@ class Technique:
         takes_step: whether the optimizer step is to be taken over although nothing above says so.
         learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
         parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
+        draws_in_update: whether it draws random numbers there, so that buckets keep their order.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
         was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
@@ -122,6 +123,7 @@ class Technique:
     takes_step: bool = False
     learns_from_calls: bool = False
     parameters_visit: bool = False
+    draws_in_update: bool = False
     updates_in_backward: bool = False
     changes_modules: bool = False
     was_reached: bool = False

@@ -110,6 +110,10 @@ class PrecisionChoice(Technique):
         self._name = ""
 
     @property
+    def draws_in_update(self) -> bool:  # type: ignore[override]
+        return self.plan.precision is Precision.PURE_BF16  # moments are rounded at random
+
+    @property
     def changes_state(self) -> bool:  # type: ignore[override]
         return self._is(Precision.PURE_BF16)
 
