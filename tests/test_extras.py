@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ def test_a_package_that_makes_tensors_is_imported_whole_whatever_is_in_force(
     )
     (tmp_path / "makes_tensors.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "makes_tensors", None)
+    monkeypatch.delitem(sys.modules, "makes_tensors")  # as it is afterwards
     with torch.device("meta"), torch.inference_mode(), Ledger(capacity_bytes=8):
         with pytest.raises(torch.OutOfMemoryError):
             torch.arange(4.0, device="cpu")

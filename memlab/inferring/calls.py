@@ -22,7 +22,7 @@ import torch
 from memlab.inferring import cache
 from memlab.inferring.cache import CacheShape
 from memlab.measuring.device import Device, TimeMark
-from memlab.measuring.ledger import Holding, inputs_of
+from memlab.measuring.holdings import Holding, inputs_of
 from memlab.measuring.observation import Observation
 from memlab.records import Category, Phase
 from memlab.records.inference import CacheUse, CallKind, CallRecord, InferenceRecord

@@ -29,7 +29,7 @@ from memlab.inferring.cache import caches_in, shape_of
 from memlab.inferring.calls import CallMeter
 from memlab.inferring.weights import HalfWeights
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.ledger import Holding, gradients_of, parameters_of, state_of
+from memlab.measuring.holdings import Holding, gradients_of, parameters_of, state_of
 from memlab.plan import Plan, Precision
 from memlab.plan.fields import BY_NAME
 from memlab.records import Category

@@ -130,7 +130,7 @@ class Notebook:
         history = self.history_of(model)
         # others are in the panel as they are here
         new = [row for row in moment.measurements if replace(row, losses=()) != history.measured(row.plan)]
-        if not new and history.comparison is None:
+        if not new:
             return
         history.add(moment.title, new, moment.events)
         history.keep_predictions(

@@ -258,7 +258,7 @@ def _loose_word(word: str) -> PlanError:
 def unknown_of_line(word: str, flags: tuple[Flag, ...] = ()) -> PlanError:
     """The error for a flag that a line does not know, which may be one of a cell's."""
     of_cell = next((flag for flag in CELL_FLAGS if word in (flag.flag, flag.also)), None)
-    if of_cell is not None and flags is not CELL_FLAGS:
+    if of_cell is not None:
         return PlanError(f"{word} is a flag of a cell, as in %%memfit {of_cell.usage}")
     return unknown_flag(word, tuple(flag.flag for flag in flags))
 

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
+from memlab.measuring.holdings import Holding
 from memlab.measuring.observation import (
     BACKWARD,
     FORWARD_LIKE,
@@ -52,16 +53,13 @@ from memlab.measuring.observation import (
 )
 from memlab.measuring.operator_effects import EFFECTS, OperatorEffect, effect_of
 from memlab.records import Category, Phase
-from memlab.runtime.batch import Batch
 from memlab.runtime.dispatch import WatchingMode, defers, is_within_compiled_call
 from memlab.runtime.interrupts import uninterrupted
-from memlab.runtime.observer import Observer
 from memlab.runtime.tree import tensors_in
 from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
 
 ADD = torch.ops.aten.add.Tensor
-Holding = tuple[Category, torch.Tensor]
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -415,49 +413,3 @@ def _storages_of(tensor: torch.Tensor, device_type: str) -> Iterator[torch.Untyp
         except (NotImplementedError, RuntimeError):
             # opaque tensors have no storage that could be counted
             return
-
-
-def parameters_of(model: torch.nn.Module) -> Iterator[Holding]:
-    """Parameters and buffers of a model."""
-    yield from ((Category.PARAMETERS, tensor) for tensor in model.parameters())
-    yield from ((Category.PARAMETERS, tensor) for tensor in model.buffers())
-
-
-def gradients_of(model: torch.nn.Module) -> Iterator[Holding]:
-    """Gradients of a model's parameters."""
-    return ((Category.GRADIENTS, p.grad) for p in model.parameters() if p.grad is not None)
-
-
-def state_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Holding]:
-    """Tensors in the state of optimizers."""
-    return ((Category.OPTIMIZER_STATE, tensor) for o in optimizers for tensor in tensors_in(o.state))
-
-
-def inputs_of(batch: Batch) -> Iterator[Holding]:
-    """Tensors of a batch: they grow with it and are kept for backward, as activations are."""
-    return ((Category.ACTIVATIONS, tensor) for tensor in batch.tensors)
-
-
-class LedgerObserver(Observer):
-    """Tells a ledger what runs, and what has found its place by then."""
-
-    def __init__(self, model: torch.nn.Module, ledger: Ledger) -> None:
-        self._model = model
-        self._ledger = ledger
-
-    def forward_begins(self, batch: Batch) -> None:
-        self._ledger.phase = Phase.FORWARD
-        self._ledger.know(inputs_of(batch))
-
-    def forward_ended(self, loss: torch.Tensor | None) -> None:
-        self._ledger.phase = Phase.OTHER
-
-    def gradients_complete(self) -> None:
-        self._ledger.know(gradients_of(self._model))
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._ledger.phase = Phase.STEP
-        self.gradients_complete()
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        self._ledger.phase = Phase.OTHER

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from memlab.measuring.ledger import Holding, Ledger, gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.holdings import Holding, gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.ledger import Ledger
 from memlab.records import Category
 from memlab.runtime.batch import Batch
 from memlab.runtime.tree import tensors_in

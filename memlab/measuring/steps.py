@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from memlab.measuring.device import Device
-from memlab.measuring.ledger import Holding, inputs_of
+from memlab.measuring.holdings import Holding, inputs_of
 from memlab.measuring.models import Models
 from memlab.measuring.observation import Observation
 from memlab.measuring.times import LEAST_STEPS_BETWEEN, OBSERVED_IN_A_ROW, OpenStep, Period, Times

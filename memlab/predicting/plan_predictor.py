@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from memlab.errors import MemlabError, RefusalError, TraceError
 from memlab.hardware.gpus import Gpu
 from memlab.measuring.device import device_for
-from memlab.measuring.ledger import Ledger, gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.ledger import Ledger
 from memlab.measuring.runs import Workloads, each_of, require_complete
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget

@@ -113,11 +113,13 @@ def timed_anew(before: Measurement, after: Measurement) -> tuple[Measurement, st
     if _other_batches(after, before) or not (before.is_settled and before.fits and after.fits):
         return after, ""
     if not after.is_settled:
-        notes = (*(note for note in after.notes if note != _TIMED_BEFORE), _TIMED_BEFORE)
+        notes = (*after.notes, _TIMED_BEFORE)
         kept = replace(
             after, step_seconds=before.step_seconds, is_warm=True, waited_share=before.waited_share, notes=notes
         )
         return kept, ""
+    if after.step_seconds == before.step_seconds:  # it is the row before, or has its times
+        return after, ""
     slower = format_change(ratio(after.samples_per_second, before.samples_per_second))
     return after, f"{after.plan} was timed again: {slower} samples/s; other rows are compared with the new times"
 

@@ -108,9 +108,8 @@ class GuardedCall:
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
         self._past: list[torch.Tensor | None] = []  # gradients that came past the node in the backward pass under way
-        self._runs_code = (
-            False  # its backward pass, which is neither torch's nor memlab's: hooks on tensors, autograd functions
-        )
+        # whether its backward pass runs code that is neither torch's nor memlab's: hooks on tensors, autograd functions
+        self._runs_code = False
         self._backward_began: Start | None = None  # where that runs code
         # id of the last error of the model or of autograd, which would keep alive what its frames hold
         self._theirs = 0

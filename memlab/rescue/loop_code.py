@@ -143,7 +143,7 @@ class LoopCode(UncompiledMode):
         if name == "retain_grad":
             self._retaining.append(weakref.ref(args[0]))
         if name == "register_hook":
-            self._hooks += args[1:]
+            self._hooks += [*args[1:], *kwargs.values()]
         if name in ASKING and (found := before_others(args[0])) is not None:
             return hook_within(args[0], *found, name, *args[1:], **kwargs)
         if name in _ATTRIBUTES:

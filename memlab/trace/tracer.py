@@ -20,7 +20,7 @@ from torch import nn
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.hardware.roofline import Bill
-from memlab.measuring.ledger import Holding, LedgerObserver, gradients_of, inputs_of, parameters_of, state_of
+from memlab.measuring.holdings import Holding, LedgerObserver, gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Gradients, Plan

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from memlab.measuring.ledger import Ledger, parameters_of, state_of
+from memlab.measuring.holdings import parameters_of, state_of
+from memlab.measuring.ledger import Ledger
 from memlab.units import format_bytes
 
 

@@ -243,7 +243,8 @@ def test_a_run_of_the_panel_leaves_its_receipt(made: Cell, shell: Any, monkeypat
     assert (
         made(f"%%memfit --model other --optimizer others\n{loop}").error is None
     )  # the last cell trains another model
-    expected = made("c = %memfit report") and shell.user_ns["c"].measurements
+    made("c = %memfit report")
+    expected = shell.user_ns["c"].measurements
     stage = control.stage = Playing()
     control.run(keep=False)
     for _ in range(3):

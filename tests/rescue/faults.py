@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,21 @@ def _allocates(func: Any, out: Any, args: Any, kwargs: Any) -> bool:
     made = [tensor for tensor in tree_iter(out) if isinstance(tensor, torch.Tensor) and tensor.numel()]
     given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
     return any(tensor.untyped_storage()._cdata not in given for tensor in made)
+
+
+class Noted(torch.autograd.Function):
+    """Notes the sizes of gradients."""
+
+    seen: ClassVar[list[float]] = []
+
+    @staticmethod
+    def forward(_context: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Noted.seen.append(float(gradient.norm()))
+        return gradient
 
 
 # -- families ----------------------------------------------------------------------------------

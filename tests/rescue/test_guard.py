@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from memlab.session import Session
 from memlab.session.snapshot import Snapshot
 from tests.loops import cases
 from tests.loops.cases import Tower, causal_batch, gpt2, llama
-from tests.rescue.faults import Faults
+from tests.rescue.faults import Faults, Noted
 
 Optimizer = torch.optim.Optimizer
 Loop = Callable[[nn.Module, Optimizer, int], list[torch.Tensor]]
@@ -561,21 +561,6 @@ def test_a_loss_on_what_a_hook_has_kept_counts_once_when_the_pass_is_repeated() 
     expected = weights([])
     for nth in range(1, counts[0] + 1, 2):
         assert all(map(torch.allclose, weights([nth]), expected))
-
-
-class Noted(torch.autograd.Function):
-    """Notes the sizes of gradients."""
-
-    seen: ClassVar[list[float]] = []
-
-    @staticmethod
-    def forward(_context: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        Noted.seen.append(float(gradient.norm()))
-        return gradient
 
 
 class Noting(nn.Module):

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from memlab import Workload, fit
 from memlab.rescue.loop_code import LoopCode, _Held
 from memlab.session import Session
 from tests.loops.cases import Tower, pairs
-from tests.rescue.faults import Faults
+from tests.rescue.faults import Faults, Noted
 
 Optimizer = torch.optim.Optimizer
 
@@ -417,21 +417,6 @@ def test_a_backward_pass_that_ran_out_anywhere(way: str, loss_of: Any, has_gradi
     assert stack() == []
 
 
-class Noted(torch.autograd.Function):
-    """Notes the sizes of gradients."""
-
-    seen: ClassVar[list[float]] = []
-
-    @staticmethod
-    def forward(_context: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        Noted.seen.append(gradient.abs().max().item())
-        return gradient
-
-
 @pytest.mark.parametrize("way", ["a hook", "a function", "a module's hook"])
 def test_code_in_the_loops_part_leaves_what_one_pass_leaves(way: str) -> None:
     def run(faults: Faults, rescued: bool) -> tuple[list[float], int]:
@@ -443,13 +428,11 @@ def test_code_in_the_loops_part_leaves_what_one_pass_leaves(way: str) -> None:
             inputs, targets = batch()
             logits = model(inputs) * 2.0
             if way == "a hook":
-                logits.register_hook(lambda gradient: Noted.seen.append(gradient.abs().max().item()))
+                logits.register_hook(hook=lambda gradient: Noted.seen.append(float(gradient.norm())))
             elif way == "a function":
                 logits = Noted.apply(logits)  # type: ignore[no-untyped-call]
             else:
-                doubled.register_full_backward_hook(
-                    lambda _m, _i, outputs: Noted.seen.append(outputs[0].abs().max().item())
-                )
+                doubled.register_full_backward_hook(lambda _m, _i, outputs: Noted.seen.append(float(outputs[0].norm())))
                 logits = doubled(logits)
             # that comes first, and what else the loop computes can run out after it
             loss = F.cross_entropy(logits, targets) + sum((p.exp() * p).sum() for p in model.parameters())

@@ -13,7 +13,8 @@ from torch import nn
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
-from memlab.measuring.ledger import Ledger, parameters_of, state_of
+from memlab.measuring.holdings import parameters_of, state_of
+from memlab.measuring.ledger import Ledger
 from memlab.plan import Plan
 from memlab.rescue import recovery
 from memlab.rescue.fallback import Place

@@ -13,7 +13,8 @@ from torch._functorch import config
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
-from memlab.measuring.ledger import Ledger, parameters_of
+from memlab.measuring.holdings import parameters_of
+from memlab.measuring.ledger import Ledger
 
 
 class Block(nn.Module):

@@ -151,9 +151,8 @@ class GradientRelease(Technique):
         self._is_withdrawn = False
         self._was_left = False  # the loop, in the middle of a step, whose gradients may be there when it goes on
         self._was_called = False  # the model, since a step: the call is where watching begins
-        self._adding: set[int] = (
-            set()
-        )  # parameters with a gradient that the loop has not dropped since its call, while watched
+        # in a watched step, parameters with a gradient that the loop has not dropped since its call
+        self._adding: set[int] = set()
         self._as_completed: dict[int, tuple[int, int]] = {}  # place and version of gradients that a watched step keeps
         self._used: set[int] = set()  # parameters whose gradient was in a step and which the loop has not dropped since
         self._gone: set[int] = set()  # parameters whose gradient was freed and which the loop has not written since
