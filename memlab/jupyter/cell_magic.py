@@ -254,7 +254,12 @@ class CellMagic:
         else:
             session, name = watch.session, watch.session.workload.name
             said = f"so nothing was measured; {session.plan.label} is in force on {name}"
-            why = f"{session.observers.failure or 'no optimizer step ended in this cell'}, {said}"
+            none = (
+                f"{name} was not called in this cell"
+                if session.usage.ends_earlier_step
+                else "no optimizer step ended in this cell"
+            )
+            why = f"{session.observers.failure or none}, {said}"
             if watch.was_passed_by:
                 past = f"{session.usage.how_passed_by}, {said}"
                 why = past if session.usage.passed_by is None else f"{session.usage.passed_by}; nothing was measured"

@@ -164,7 +164,7 @@ class CellWatch:
         session = _session_for(workload, None if self._choose is not None else self._plan)
         if attached is None:
             self._fresh.append(session)
-        session.usage.begin()
+        session.usage.begin(is_within_step=session.position.is_within_step)
         self.sessions.append(session)
         self._models.append(workload.model)
         self._log_from.append(len(session.log))

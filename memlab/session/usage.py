@@ -24,8 +24,11 @@ class Usage:
         self._log = log
         self.begin()
 
-    def begin(self) -> None:
-        """Begin with another loop, of which nothing is known."""
+    def begin(self, *, is_within_step: bool = False) -> None:
+        """Begin with another loop; `is_within_step` if the model was called and its optimizer has not stepped yet."""
+        # an update without a call may be that of a call in an earlier cell
+        self._was_begun = is_within_step or any(p.grad is not None for p in self._workload.model.parameters())
+        self.ends_earlier_step = False  # whether the loop has made such an update
         self.was_called = False  # whether the loop has called the model to train it
         self.was_evaluated = False  # whether it has called it in eval mode, with gradients
         self.was_replicated = False  # whether it has called copies of it on several GPUs
@@ -50,7 +53,10 @@ class Usage:
         if id(optimizer) in self._stepped:
             self.note()
         if not self.was_called:
-            self._stepped.add(id(optimizer))
+            if self._was_begun:
+                self._was_begun, self.ends_earlier_step = False, True
+            else:
+                self._stepped.add(id(optimizer))
 
     def note(self) -> None:
         """Write into the log which settings had no effect, once it is known that they had none."""

@@ -367,6 +367,17 @@ def test_a_cell_in_which_nothing_trains_says_so(made: Cell) -> None:
     )
 
 
+@pytest.mark.parametrize("flags", ["", "--release-grads"])
+def test_a_step_of_which_only_the_update_is_in_the_cell(made: Cell, flags: str) -> None:
+    made(f"%%memfit {flags}\noptimizer.zero_grad()\nloss = model(inputs).square().mean()")
+    made("%%memfit\nloss.backward()")
+    ended = made("%%memfit\noptimizer.step()")
+    assert ended.error is None
+    plan = flags or "as written"
+    said = f"memfit: Sequential was not called in this cell, so nothing was measured; {plan} is in force on Sequential"
+    assert ended.out.strip() == said
+
+
 def test_a_model_that_is_called_only_after_its_training_is_said_to_be_passed_by(cell: Cell) -> None:
     told = cell(
         "%%memfit --accumulate 2\nimport torch\nnet = torch.nn.Linear(3, 1)\n"
