@@ -48,6 +48,7 @@ from memlab.runtime.buckets import is_separable
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import WhileAlive
 from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.stand_ins import is_ours
 
 if TYPE_CHECKING:
     from memlab.session import Session
@@ -139,7 +140,7 @@ class Rescuer:
         why = ""
         if any(technique.updates_in_backward for technique in self._live_session.techniques):
             why = "it updates parameters"
-        elif any(parameter._backward_hooks for parameter in self._model.parameters()):
+        elif any(not is_ours(hook) for p in self._model.parameters() for hook in (p._backward_hooks or {}).values()):
             # which would be called with None by a backward pass that does not reach the parameter
             why = "parameters have hooks"
         return partial(self._call_openly, why) if why else self._call_guarded

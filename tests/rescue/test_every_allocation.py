@@ -110,6 +110,13 @@ def test_nothing_is_lost(family: str, plan: str, step: int) -> None:
     assert lost == []
 
 
+def test_a_backward_pass_under_fp16_is_rescued() -> None:
+    """memlab's own hooks on parameters, which divide by the loss scale, are none of the loop's."""
+    found = train("gpt2", "--fp16", faults=Faults([allocations("gpt2", "--fp16", 1) // 2]))
+    assert [rescue.place for rescue in found.rescues] == ["the backward pass"]
+    assert wrong(found, "gpt2", "--fp16", 1) == []
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "tower"])
 def test_two_places_in_one_step(family: str) -> None:

@@ -1285,6 +1285,53 @@ def test_a_weight_that_each_call_makes_anew_is_served_in_fp16_unless_the_loop_us
     )
 
 
+class _Reaching(nn.Module):
+    """Reads tensors that are none of its own: of a list, and what the loop has computed."""
+
+    def __init__(self, others: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.others = others
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        lifted = self.inner(inputs)
+        for other in self.others:
+            lifted = lifted + other
+        return self.head(lifted)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rescue", [False, True])
+@pytest.mark.parametrize("flags", ["--fp16", "--fp16 --checkpoint", "--fp16 --accumulate 2"])
+def test_gradients_that_leave_a_call_past_its_arguments_are_true_in_fp16(flags: str, *, rescue: bool) -> None:
+    def run(flags: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table, encoder = torch.randn(16, requires_grad=True), nn.Linear(8, 16)
+        model = _Reaching([table])
+        optimizer = torch.optim.SGD([table, *model.parameters(), *encoder.parameters()], lr=10)
+        seen: list[torch.Tensor] = []
+        table.register_hook(seen.append)  # type: ignore[no-untyped-call]
+        session = None if flags is None else fit(Workload(model, optimizer), flags, rescue=rescue)
+        for step in range(4):
+            inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
+            if step == 2:  # a layer that has come since
+                model.head = nn.Linear(16, 4)
+                optimizer.add_param_group({"params": list(model.head.parameters())})
+            model.others[1:] = [] if "accumulate" in (flags or "") else [encoder(inputs).mean(0) * 1e-9]
+            penalty = 0.01 * table.square().sum() + model.head.weight.square().mean()
+            (F.cross_entropy(model(inputs), targets) + penalty).mul(0.01).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session is not None:
+            assert len(session.log) <= 2
+            session.undo()
+        trained = [table, *model.parameters(), *encoder.parameters()]
+        total = torch.stack(seen).sum(0)  # each micro-batch hands over a part
+        return [total, *(each.detach() for each in trained)]
+
+    assert distance(run(flags), run(None)) < 5e-3
+
+
 def read(model: nn.Module, mean: list[torch.Tensor], inputs: torch.Tensor, what: str) -> None:
     """Something that a loop does between two steps, which changes no weight."""
     with torch.no_grad():

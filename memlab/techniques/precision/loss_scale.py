@@ -5,10 +5,11 @@ Numbered rules:
 1. The gradient is scaled where it enters the outputs of the model's call, in fp32, before it is cast down: after the cast
    a small one would be zero already. Where it leaves by an input of the call it is unscaled.
 2. A hook on each parameter divides by the scale before the gradient is accumulated, so gradient clipping in the loop sees
-   true gradients, and the scale may change between two backward passes.
-3. What reaches a parameter past the call (a penalty on weights, a part or a method that the loop calls) is scaled before it
-   gets there. The scale is a power of two, so it is divided out again without a trace. Which nodes these are is looked up when
-   a backward pass begins, from the loss to the calls.
+   true gradients, and the scale may change between two backward passes. Leaves that a call reaches by itself (a tensor of the
+   loop's, a layer that has come since) have such a hook during the backward pass.
+3. What reaches one of these leaves past the call (a penalty on weights, a part or a method that the loop calls) is scaled before
+   it gets there. The scale is a power of two, so it is divided out again without a trace. Which nodes these are is looked up
+   when a backward pass begins.
 4. The hook of rule 2 notes gradients that are not finite; the optimizer step is then skipped and the scale halved. After 2000 good
    steps it doubles. (The rules of `torch.amp.GradScaler`.) A loop that updates by hand has no step to skip: there gradients
    are looked at when a backward pass ends, and become zero.
@@ -51,7 +52,6 @@ class LossScale:
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._note: Callable[[str], None] = lambda _text: None
         self._name = ""
-        self._has_graph_before = False  # whether a call has had inputs with gradients
         # for each backward pass under way: nodes up to the calls, and those of the calls
         self._outside: list[_Nodes] = []
 
@@ -68,13 +68,17 @@ class LossScale:
         """Put a hook on each parameter that has a gradient and none of them yet, as of layers that the loop has unfrozen."""
         for parameter in (each for ref in self._all if (each := ref()) is not None):
             if parameter.requires_grad and id(parameter) not in self._parameters:
-                self._hooks.append(parameter.register_hook(self._unscale))  # type: ignore[no-untyped-call]
-                # those of the loop see true gradients, as one that clips them must. Each is put in anew, since autograd
-                # goes by the plain dictionary below the ordered one
-                hooks: Any = parameter._backward_hooks
-                for key in list(hooks)[:-1]:
-                    hooks[key] = hooks.pop(key)
+                self._hooks.append(self._unscaled_first(parameter))
                 self._parameters[id(parameter)] = weakref.ref(parameter)
+
+    def _unscaled_first(self, leaf: torch.Tensor) -> Any:
+        """Put a hook on a leaf before those of the loop, which see true gradients, as one that clips them must; returns its handle."""
+        handle = leaf.register_hook(self._unscale)  # type: ignore[no-untyped-call]
+        # each is put in anew, since autograd goes by the plain dictionary below the ordered one
+        hooks: Any = leaf._backward_hooks
+        for key in list(hooks)[:-1]:
+            hooks[key] = hooks.pop(key)
+        return handle
 
     def _unwatch(self) -> None:
         for hook in self._hooks:
@@ -101,8 +105,18 @@ class LossScale:
 
     def entered(self, leaf: Any) -> Any:
         """Return an argument of a call, by which gradients leave it unscaled."""
-        self._has_graph_before |= isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        return scaled_gradient(leaf, 1 / self.scale)
+        return self._scaled(leaf, 1 / self.scale)
+
+    def left(self, leaf: Any) -> Any:
+        """Return an output of a call, by which gradients enter it scaled."""
+        return self._scaled(leaf, self.scale)
+
+    def _scaled(self, leaf: Any, scale: float) -> Any:
+        if scale == 1.0 or not isinstance(leaf, torch.Tensor):
+            return leaf
+        if isinstance(leaf, LazyTensor):
+            return leaf.with_gradient(lambda tensor: self._scaled(tensor, scale))
+        return _ScaledGradient.apply(leaf, scale) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _scaled_past_calls(self, roots: Sequence[Any]) -> Iterator[None]:
@@ -118,14 +132,16 @@ class LossScale:
         if within is not None and not any(id(within) in nodes for nodes in self._outside):
             yield  # a pass in the middle of a call, whose gradients are scaled
             return
-        roots = [*map(_node_of, roots)]
-        past, calls, inside = _walk(roots, enters=self._has_graph_before)
-        ends = self._ends_among(past)
-        if ends and not inside:
-            inside = _walk(roots, enters=True)[2]
+        past, calls, inside, leaves = _walk([*map(_node_of, roots)])
+        own = [each for ref in self._parameters.values() if (each := ref()) is not None]
+        # a leaf that stands in for a parameter shares its attributes, and its gradient goes on to it
+        known = {id(vars(each)) for each in own}
+        found = {key: leaf for key, leaf in leaves.items() if id(vars(leaf)) not in known}
+        ends = {key: places for key, node in past.items() if (places := _places(node, found.keys() | {*map(id, own)}))}
         if ends:
             self._refuse_both_ways(past.keys() & inside.keys())
         hooks = [past[key].register_hook(partial(_multiplied, places, self.scale)) for key, places in ends.items()]
+        hooks += map(self._unscaled_first, found.values())
         self._outside.append(past | calls)
         try:
             yield
@@ -134,15 +150,16 @@ class LossScale:
             for hook in hooks:
                 hook.remove()
         if not self._optimizers and within is None and self.found_bad_gradients():
-            self._without_update()
+            self._without_update(found.values())
 
-    def _without_update(self) -> None:
+    def _without_update(self, found: Iterable[torch.Tensor]) -> None:
         """Have an update by hand change nothing.
 
         Raises:
             RefusalError: gradients are handed over elsewhere than in the parameters.
         """
-        gradients = [p.grad for ref in self._parameters.values() if (p := ref()) is not None and p.grad is not None]
+        leaves = [*(each for ref in self._parameters.values() if (each := ref()) is not None), *found]
+        gradients = [each.grad for each in leaves if each.grad is not None]
         if not gradients:
             raise RefusalError(
                 "precision",
@@ -162,19 +179,8 @@ class LossScale:
                 "use --bf16",
             )
 
-    def _ends_among(self, nodes: _Nodes) -> dict[int, frozenset[int]]:
-        return {key: places for key, node in nodes.items() if (places := self._places(node))}
-
-    def _places(self, node: Any) -> frozenset[int]:
-        """Return which gradients of a node go to parameters directly."""
-        return frozenset(
-            place
-            for place, (following, _) in enumerate(node.next_functions)
-            if id(getattr(following, "variable", None)) in self._parameters
-        )
-
-    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self._is_off:
+    def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if self._is_off or gradient is None:  # of a parameter that a call has not used
             return gradient
         true_gradient = gradient / self.scale
         # the sum of a gradient is finite when all of it is: one cheap pass, read at the step
@@ -224,15 +230,6 @@ class _ScaledGradient(torch.autograd.Function):
         return gradients[0] * ctx.scale, None
 
 
-def scaled_gradient(leaf: Any, scale: float) -> Any:
-    """Return a tensor of the same values whose gradient is multiplied by a number; anything else as it is."""
-    if scale == 1.0 or not isinstance(leaf, torch.Tensor):
-        return leaf
-    if isinstance(leaf, LazyTensor):
-        return leaf.with_gradient(lambda tensor: scaled_gradient(tensor, scale))
-    return _ScaledGradient.apply(leaf, scale) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
-
-
 def _multiplied(places: frozenset[int], scale: float, gradients: Sequence[Any], _outer: Any) -> tuple[Any, ...]:
     """A hook of a node: some of its gradients, scaled."""
     return tuple(
@@ -245,30 +242,44 @@ def _node_of(root: Any) -> Any:
     return root.grad_fn if isinstance(root, torch.Tensor) else root.node
 
 
+def _places(node: Any, leaves: Collection[int]) -> frozenset[int]:
+    """Return which gradients of a node go to leaves directly."""
+    return frozenset(
+        place
+        for place, (following, _) in enumerate(node.next_functions)
+        if id(getattr(following, "variable", None)) in leaves
+    )
+
+
 def nodes_of(outputs: Iterable[torch.Tensor]) -> Mapping[int, Any]:
     """Return all nodes that outputs are made by, by identity."""
-    outside, calls, inside = _walk([output.grad_fn for output in outputs], enters=True)
+    outside, calls, inside, _ = _walk([output.grad_fn for output in outputs])
     return outside | calls | inside
 
 
-def _walk(roots: Sequence[Any], *, enters: bool) -> tuple[_Nodes, _Nodes, _Nodes]:
-    """Walk a graph as far as leaves.
+def _walk(roots: Sequence[Any]) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
+    """Walk a graph.
 
     Args:
         roots: where to begin.
-        enters: go on through calls, to what is before them.
 
     Returns:
-        Nodes outside of calls, memlab's own functions, which stand around calls, and nodes inside of calls.
+        Nodes outside of calls, memlab's own functions, which stand around calls, nodes inside of calls, and leaves that these
+        reach.
     """
     outside: _Nodes = {}
     calls: _Nodes = {}
     inside: _Nodes = {}
+    leaves: dict[int, torch.Tensor] = {}
     waiting = [(node, False) for node in roots]
     while waiting:
         node, is_inside = waiting.pop()
         met = inside if is_inside else outside
-        if node is None or id(node) in met or id(node) in calls or hasattr(node, "variable"):
+        if node is None or id(node) in met or id(node) in calls:
+            continue
+        if (leaf := getattr(node, "variable", None)) is not None:
+            if is_inside:
+                leaves[id(leaf)] = leaf
             continue
         function = getattr(type(node), "_forward_cls", None)
         if function is _ScaledGradient:
@@ -278,6 +289,5 @@ def _walk(roots: Sequence[Any], *, enters: bool) -> tuple[_Nodes, _Nodes, _Nodes
             calls[id(node)] = node
         else:
             met[id(node)] = node
-        if enters or not is_inside:
-            waiting += [(following, is_inside) for following, _ in node.next_functions]
-    return outside, calls, inside
+        waiting += [(following, is_inside) for following, _ in node.next_functions]
+    return outside, calls, inside, leaves

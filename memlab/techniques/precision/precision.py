@@ -39,7 +39,7 @@ from memlab.techniques.precision.first_call import (
     is_awaited_with_others,
     refuse_backward_hooks,
 )
-from memlab.techniques.precision.loss_scale import LossScale, scaled_gradient
+from memlab.techniques.precision.loss_scale import LossScale
 from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.packed_moments import PackedMoments
 from memlab.techniques.precision.pure_bf16 import PureBf16, as_fp32
@@ -268,12 +268,12 @@ class PrecisionChoice(Technique):
         if is_own:
             self.note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
             return call(*args, **kwargs)
-        scale = self._scaler.scale if self._is(Precision.FP16) else 1.0
+        entered, left = (self._scaler.entered, self._scaler.left) if self._is(Precision.FP16) else (_same, _same)
 
         def change(leaf: Any) -> Any:
-            return scaled_gradient(as_fp32(leaf), scale)
+            return left(as_fp32(leaf))
 
-        with Lent(self._scaler.entered if self._is(Precision.FP16) else lambda leaf: leaf, change) as lent:
+        with Lent(entered, change) as lent:
             args, kwargs = lent.lend((args, dict(kwargs)))
             with torch.autocast(device_type, dtype=dtype):
                 output = call(*args, **kwargs)
@@ -360,6 +360,10 @@ def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         if isinstance(value, torch.Tensor):
             return value.device.type
     return "cpu"
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 def _set_matmul_precision(precision: str, undo: ExitStack) -> None:
