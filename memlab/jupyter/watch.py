@@ -10,17 +10,19 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memlab.errors import MemlabError
@@ -39,6 +41,7 @@ from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.retries import RetryWatch
 from memlab.runtime.batch import Batch
+from memlab.runtime.hooks import calls_under_way
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.ownership import live_optimizers, optimizers_of, steps_others, steps_some_of, unwrap_model
@@ -48,8 +51,32 @@ from memlab.techniques.gradient_release.gradient_release import is_loop_known
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64
+# a loop that makes a layer in every step makes no model each time
+_MOST_LOOKS = 64
 # views draw four times a second
 _LEAST_SECONDS_BETWEEN = 0.02
+
+
+@dataclass
+class _Taken:
+    """A model that the cell trains, and what belongs to it."""
+
+    session: Session | None  # None once the loop has dropped the model
+    model: nn.Module | None  # for the receipt; likewise
+    is_fresh: bool  # whether this cell has made its session
+    log_from: int  # entries of its log before the cell
+    plan_before: Plan
+    largest: Largest  # its largest batch
+    number: int = 0  # for the meter; 0 where it trains on another thread, and is not measured
+    undo: ExitStack = field(default_factory=ExitStack)  # of what observes it; refers to the session by this alone
+
+    def wake(self) -> None:
+        if self.session is not None:
+            self.session.wake()
+
+    def dismiss(self) -> None:
+        if self.session is not None:
+            self.session.dismiss()
 
 
 class CellWatch:
@@ -74,10 +101,8 @@ class CellWatch:
         name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
         variables: Callable[[], Mapping[str, Any]] = dict,  # those of the notebook
     ) -> None:
-        self.sessions: list[Session] = []  # of the models that the cell trains, in the order in which they were found
-        self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
-        self._fresh: list[Session] = []  # those that this cell has made
-        self._unmeasured: list[Session] = []  # those that train on another thread
+        self._taken: list[_Taken] = []  # models that the cell has trained, by their places
+        self._past_events: tuple[str, ...] = ()  # of models that the loop has dropped
         # what memlab has refused in the middle of the cell, last; None for nothing
         self.refused: MemlabError | None = None
         self._put_off: MemlabError | None = None
@@ -97,9 +122,6 @@ class CellWatch:
         self._meter: Meter | None = None
         # plans that were in force during the cell, and its first batch
         self.notes = Notes(self._step_ended, self._broke_off)
-        self._largest: list[Largest] = [self.notes]
-        self._log_from: list[int] = []
-        self._plans_before: list[Plan] = []
         self._next_told_seconds = 0.0
         self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
         self._looking: FirstTrainingCall | None = None
@@ -107,6 +129,7 @@ class CellWatch:
         self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
         self._known: set[int] = set()  # optimizers that were there before
         self._looked_at: set[int] = set()  # those that have stepped
+        self._looks_left = _MOST_LOOKS
         self._missed: weakref.ref[torch.optim.Optimizer] | None = None  # the one whose model is looked for
         self._undo = ExitStack()
 
@@ -120,16 +143,21 @@ class CellWatch:
 
     def forget(self) -> None:
         """Keep nothing of the user's any more."""
-        self.sessions, self._models, self._fresh, self._unmeasured = [], [], [], []
+        self._taken = []
         self._meter, self._device = None, None
         self._controls = []
         self.notes = Notes(self._step_ended, self._broke_off)
-        self._largest = [self.notes]
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Sessions of the models that the cell trains, in the order in which they were found; not of those that it has dropped."""
+        return [taken.session for taken in self._taken if taken.session is not None]
 
     @property
     def session(self) -> Session | None:
         """The session of the model that the cell trains, of several the first that has stepped; None until it is found."""
-        return next((each for each in self.sessions if each.workload.optimizers), next(iter(self.sessions), None))
+        sessions = self.sessions
+        return next((each for each in sessions if each.workload.optimizers), next(iter(sessions), None))
 
     @property
     def was_passed_by(self) -> bool:
@@ -151,10 +179,15 @@ class CellWatch:
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Apply the plan to a workload and begin to observe; where a technique refuses, everything is as it was."""
-        _tell_apart(workload, [each.workload for each in self.sessions], self._name_of)
+        others = [each.workload for each in self.sessions]
+        _tell_apart(workload, others, self._name_of)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
-        require_compatible(workload, self._plan or Plan(), [each.workload for each in self.sessions])
+        try:
+            require_compatible(workload, self._plan or Plan(), others)
+        except MemlabError as refusal:
+            if not self._goes_back(refusal):
+                raise
         attached = session_of(workload.model)
         if self._device is None:
             where = (attached.workload if attached is not None else workload).device
@@ -162,27 +195,27 @@ class CellWatch:
             self._undo.callback(self._device.close)
         before = attached.plan if attached is not None else Plan()
         session = _session_for(workload, None if self._choose is not None else self._plan)
-        if attached is None:
-            self._fresh.append(session)
         session.usage.begin(is_within_step=session.position.is_within_step)
-        self.sessions.append(session)
-        self._models.append(workload.model)
-        self._log_from.append(len(session.log))
-        self._plans_before.append(before)
+        place = next((i for i, each in enumerate(self._taken) if each.model is None), len(self._taken))
+        taken = _Taken(
+            session, workload.model, attached is None, len(session.log), before, self.notes if not place else Largest()
+        )
+        taken.number = next((each.number for each in self._taken[place : place + 1]), 0)
+        self._taken[place : place + 1] = [taken]
         train_together(self.sessions)
         with self._beside("watching this cell", is_needed=self._choose is not None):
-            if self._meter is None:
-                self._observe(session, self._device)
-                self._let_steer(session)
-                if not alone:
-                    self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
-            else:
-                self._observe_beside(session, self._meter)
+            is_first = self._meter is None
+            meter = self._meter = self._meter or self._new_meter()
+            self._undo.push(taken.undo)
+            self._observe(session, taken, meter, is_first=is_first)
+            if is_first and not alone:
+                self._undo.callback(register_module_parameter_registration_hook(self._made).remove)
+                self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
             if self._rescue is not None and session.rescuer is None:  # unless whoever made the session has seen to it
                 session.accept(self._rescue(session.workload, self._device.capacity_bytes))
-                self._undo.callback(session.dismiss)
+                taken.undo.callback(taken.dismiss)
             # callbacks run in reverse: whoever is told of steps hears first how many have passed
-            self._undo.callback(session.wake)
+            taken.undo.callback(taken.wake)
         if self.failure:
             self._undo.close()
 
@@ -211,6 +244,20 @@ class CellWatch:
                 self._missed = weakref.ref(optimizer)
                 self._calls.clear()
                 self._look(expects_closures=False)
+
+    def _made(self, _module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        """Look for a further model when one is made, so that the plan is on it in its first step."""
+        is_mine = self._thread in (None, threading.get_ident())
+        if (
+            self._looking is None
+            and self._looks_left
+            and is_mine
+            and not (self.failure or is_loop_known() or calls_under_way())
+        ):
+            with self._beside("looking for further models"):
+                self._looks_left -= 1
+                self._calls.clear()
+                self._look()
 
     def _look(self, *, expects_closures: bool = True) -> None:
         """Look at what is called, until every model of a step has been seen."""
@@ -251,10 +298,13 @@ class CellWatch:
             is_over = holder.workload.model is called and (has_all or calls > _MOST_CALLS_OF_A_STEP)
             if is_over:
                 self._looking = None
+                if len(self._taken) > 1:
+                    self._let_go_of_dropped()  # the graph of a loss may have kept one until now
             return is_over
         optimizers = optimizers_of(called)
+        self._let_go_of_dropped()
         if self.sessions and all(
-            each in self._fresh and not each.steps and _holds(called, each.workload.model) for each in self.sessions
+            taken.is_fresh and not each.steps and _holds(called, each.workload.model) for each, taken in self._present
         ):
             self._begin_again()
         has_made_optimizers = any(id(one) not in self._known for one in live_optimizers())
@@ -276,16 +326,25 @@ class CellWatch:
         for session in self.sessions:
             session.undo()
         self.forget()
-        self._log_from, self._plans_before, self._choosers, self._looking = [], [], [], None
+        self._choosers, self._looking = [], None
         self._put_off = None
         self._undo.callback(register_optimizer_step_pre_hook(self._refuse_put_off).remove)
         self._look()
 
+    def _goes_back(self, refusal: MemlabError) -> bool:
+        """Go on without the plan, where it turns out not to apply to a further model once others have trained under it."""
+        is_known = self.notes.plans and not any(session.position.is_within_step for session in self.sessions)
+        if not is_known or not all(session.steps > 0 for session in self.sessions):
+            return False
+        self.give_up(refusal)
+        self._plan = None
+        return all(session.plan == Plan() for session in self.sessions)
+
     def give_up(self, refusal: MemlabError) -> None:
         """Go back to the plans before the cell, which memlab has refused."""
-        for session, before in zip(self.sessions, self._plans_before, strict=True):
+        for session, taken in self._present:
             session.loop_was_left()
-            session.switching.give_up(refusal, before)
+            session.switching.give_up(refusal, taken.plan_before)
 
     def _broke_off(self, error: BaseException | None) -> None:
         if error is None:
@@ -294,37 +353,49 @@ class CellWatch:
             error.in_loop = True
             self.refused = error
 
-    def _observe(self, session: Session, device: Device) -> None:
-        meter = self._meter = meter_of(self.sessions, device)
+    def _new_meter(self) -> Meter:
+        assert self._device is not None
+        meter = meter_of(lambda: self.sessions, self._device)
         meter.records = True  # beside the first steps, which are observed anyway
         # callbacks run in reverse: first nobody calls the meter any more, then it closes
         self._undo.callback(meter.close)
-        # the one that chooses comes first: what it takes is no part of the first step
-        watching: list[Observer] = [*self._choosing(session), meter, self.notes]
-        if session.workload.device.type == "cuda":
-            watching.append(RetryWatch(session.log.note, device=session.workload.device))
-        for observer in watching:
-            self._watch(session, observer)
-            session.observers.tell_one(observer, "plan_changed", session.plan)
+        return meter
 
-    def _observe_beside(self, session: Session, meter: Meter) -> None:
-        """Have the meter of the first model measure another one as well, where one thread trains both.
+    def _observe(self, session: Session, taken: _Taken, meter: Meter, *, is_first: bool) -> None:
+        """Have the meter measure a model: the first, a further one, or one in the place of another that the loop has dropped.
 
-        A gradient must not be read while another thread's backward pass writes it: the process would die.
+        Only where one thread trains all: a gradient must not be read while another thread's backward pass writes it, and the
+        process would die.
         """
-        self._largest.append(Largest())
-        for observer in (self._largest[-1], *self._choosing(session)):
-            self._watch(session, observer)
-        if not self._is_on_measured_thread():
-            self._unmeasured.append(session)
+        # the one that chooses comes first: what it takes is no part of the first step
+        watching: list[Observer] = [*self._choosing(session, taken)]
+        if is_first:
+            taken.number = 1
+        elif not self._is_on_measured_thread():
+            taken.number = 0
             session.log.note("trains in a thread of its own, and is not measured")
-            return
-        names = [each.workload.name for each in self.sessions if each not in self._unmeasured]
-        number = meter.take_in(session.workload.model, names)
-        for optimizer in session.workload.optimizers:
-            meter.optimizer_found(optimizer)
-        self._watch(session, BesideInCell(meter, number, self.notes))
-        self._let_steer(session)
+        else:
+            taken.number = taken.number or 1 + max(each.number for each in self._taken)
+            numbered = sorted((each for each in self._taken if each.number), key=lambda each: each.number)
+            names = [each.session.workload.name if each.session is not None else "" for each in numbered]
+            meter.take_in(taken.number, session.workload.model, names if len(names) > 1 else [])
+            for optimizer in session.workload.optimizers:
+                meter.optimizer_found(optimizer)
+        if taken.number == 1:
+            watching += [meter, self.notes]
+            if session.workload.device.type == "cuda":
+                watching.append(RetryWatch(session.log.note, device=session.workload.device))
+        else:
+            watching.append(taken.largest)
+            if taken.number:
+                watching.append(BesideInCell(meter, taken.number, self.notes))
+        for observer in watching:
+            session.observers.add(observer)
+            taken.undo.callback(session.observers.remove, observer)
+            if is_first:
+                session.observers.tell_one(observer, "plan_changed", session.plan)
+        if taken.number:
+            self._let_steer(session, taken, meter)
 
     def _is_on_measured_thread(self) -> bool:
         """Return whether this is the thread of the first model, or that one is over."""
@@ -333,31 +404,58 @@ class CellWatch:
             self.notes.thread = here
         return self.notes.thread == here
 
-    def _choosing(self, session: Session) -> list[Observer]:
+    def _choosing(self, session: Session, taken: _Taken) -> list[Observer]:
         """Choose the plan when a model is first called, for it and those before it."""
         if self._choose is None:
             return []
-        self._choosers.append(
-            Chooser(session, self._choose, self._choosers, lambda: None if self._meter is None else self._meter.tape)
+        chooser = Chooser(
+            session, self._choose, self._choosers, lambda: None if self._meter is None else self._meter.tape
         )
-        return [self._choosers[-1]]
+        self._choosers.append(chooser)
+        taken.undo.callback(self._choosers.remove, chooser)
+        return [chooser]
 
-    def _watch(self, session: Session, observer: Observer) -> None:
-        session.observers.add(observer)
-        self._undo.callback(session.observers.remove, observer)
-
-    def _let_steer(self, session: Session) -> None:
+    def _let_steer(self, session: Session, taken: _Taken, meter: Meter) -> None:
         """Have panels follow the cell, and whoever uses them steer it."""
-        if self._control_of is None or self._meter is None:
+        if self._control_of is None:
             return
         control = self._control_of(session.workload.model)
         first = next(iter(self._controls), None)
         if self._progress is not None and first is None:
-            self._undo.callback(control.watch(self._progress.draw, self._progress.AFTER_SECONDS))
-        control.training_begins(session, self._meter, first)
+            taken.undo.callback(control.watch(self._progress.draw, self._progress.AFTER_SECONDS))
+        control.training_begins(session, meter, first)
         self._controls.append(control)
-        self._undo.callback(control.training_ended)
-        self._undo.callback(control.stepped)
+        taken.undo.callback(self._controls.remove, control)
+        taken.undo.callback(control.training_ended)
+        taken.undo.callback(control.stepped)
+
+    @property
+    def _present(self) -> list[tuple[Session, _Taken]]:
+        """Sessions of the models that the loop has not dropped, as far as is known, with what belongs to them."""
+        return [(taken.session, taken) for taken in self._taken if taken.session is not None]
+
+    def _let_go_of_dropped(self) -> None:
+        """Let go of models that the loop has dropped, as a search does with one before it goes on with the next.
+
+        They are kept until another is called, for the receipt: many loops are functions, whose model goes when they end.
+        """
+        known = [
+            (taken, weakref.ref(taken.model), weakref.ref(taken.session))
+            for taken in self._taken
+            if taken.model and taken.session
+        ]
+        logs = [(session.log, session.workload.name) for session in self.sessions]
+        has_plans = any(session.techniques for session in self.sessions)
+        for taken, _, _ in known:
+            taken.model = taken.session = None
+        if has_plans:
+            gc.collect()  # a model and the plan on it refer to each other
+        for (taken, model, session), (log, name) in zip(known, logs, strict=True):
+            taken.model, taken.session = model(), session()
+            if taken.model is None:
+                self._past_events += tuple(f"{name}: {entry}" for entry in log[taken.log_from :])
+                taken.session = None
+                taken.undo.close()
 
     def _step_ended(self) -> None:
         """Have views follow; many short steps are taken in at once."""
@@ -377,22 +475,24 @@ class CellWatch:
         session, meter = self.session, self._meter
         if session is None or meter is None:
             return 0
-        for each in self.sessions:
+        for each, _ in self._present:
             each.usage.note()
             if error is not None:
                 each.loop_was_left()
         history = history_of(session.workload.model)
-        for each, largest in zip(self.sessions, self._largest, strict=True):
-            if largest.batch is not None and each.attached:
+        for each, taken in self._present:
+            batch = taken.largest.batch
+            if batch is not None and each.attached:
                 own = history_of(each.workload.model)
-                own.batch = without_graph(largest.batch)
-                own.tape = meter.tape or (own.tape if len(self.sessions) > 1 else None)
+                own.batch = without_graph(batch)
+                own.tape = meter.tape or (own.tape if len(self._present) > 1 else None)
         notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
         history.add_steps(meter.steps, meter.times.steps_ended)
         history.trained_by(optimizer for each in self.sessions for optimizer in each.workload.optimizers)
         title = _title(self.sessions, self.notes.batch, meter.device.name, meter.times.steps_ended)
-        history.add(title, measurements, _events(self.sessions, self._log_from))
+        events = _events(self.sessions, [taken.log_from for _, taken in self._present])
+        history.add(title, measurements, (*self._past_events, *events))
         return meter.times.steps_ended
 
 

@@ -162,7 +162,7 @@ class Control(Observer):
         session = self._attached()
         with ExitStack() as undo:
             device = undo.enter_context(closing(device_for(session.workload.device, self.capacity_bytes)))
-            meter = undo.enter_context(closing(meter_of([session], device)))
+            meter = undo.enter_context(closing(meter_of(lambda: [session], device)))
             for observer in (meter, _Steps(self.stepped)):
                 session.observers.add(observer)
                 undo.callback(session.observers.remove, observer)

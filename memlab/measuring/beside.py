@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,20 +13,21 @@ from memlab.runtime.observer import Observer
 from memlab.session import Session
 
 
-def meter_of(sessions: Sequence[Session], device: Device) -> Meter:
+def meter_of(sessions: Callable[[], Sequence[Session]], device: Device) -> Meter:
     """Make the meter of a loop's sessions, which counts what all of them hold; the caller closes it.
 
     Args:
-        sessions: those of the loop; a list may grow while the meter runs. The first one's model is the meter's.
+        sessions: gives those of the loop, which may become more or others while the meter runs. The first one's model is the
+            meter's.
         device: what memory is counted on.
     """
-    first = sessions[0].workload
+    first = sessions()[0].workload
     return Meter(
         first.model,
         first.optimizers,
         device,
-        lambda: sum(each.host_bytes for each in sessions),
-        lambda: (tensor for each in sessions for tensor in each.in_force.held_tensors),
+        lambda: sum(each.host_bytes for each in sessions()),
+        lambda: (tensor for each in sessions() for tensor in each.in_force.held_tensors),
     )
 
 

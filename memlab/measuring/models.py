@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from memlab.measuring.holdings import Holding, gradients_of, inputs_of, paramete
 from memlab.measuring.ledger import Ledger
 from memlab.records import Category
 from memlab.runtime.batch import Batch
+from memlab.runtime.ownership import steps_some_of
 from memlab.runtime.tree import tensors_in
 
 
@@ -24,33 +26,42 @@ class Models:
         held: Callable[[], Iterable[torch.Tensor]],
         ledger: Ledger,  # records storages, and which of several models they are of
     ) -> None:
-        self._models = [model]
+        self._refs = [weakref.ref(model)]  # by number; a loop may drop one, as that of a search does
         self.names: list[str] = []  # of the models, where there are several
-        self.optimizers = list(optimizers)  # those known
+        self._optimizers = [*map(weakref.ref, optimizers)]  # those known
         self._held = held
         self._ledger = ledger
         self._calling: list[int] = []  # numbers of the models whose calls are under way, from 1
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self._refs)
 
     @property
     def all(self) -> Sequence[torch.nn.Module]:
-        """Return the models, in the order in which they were found."""
-        return self._models
+        """Return the models that are there, in the order in which they were found."""
+        return [model for ref in self._refs if (model := ref()) is not None]
 
-    def add(self, model: torch.nn.Module, names: Sequence[str]) -> int:
-        self._models.append(model)
+    def add(self, number: int, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Add a model, or put it in the place of one that the loop has dropped."""
+        self._refs[number - 1 : number] = [weakref.ref(model)]
         self.names = list(names)
-        return len(self._models)
+        trained = self.all
+        self._optimizers = [
+            weakref.ref(one) for one in self.optimizers if any(steps_some_of(one, each) for each in trained)
+        ]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that are there."""
+        return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self.optimizers:
-            self.optimizers.append(optimizer)
+            self._optimizers.append(weakref.ref(optimizer))
 
     def forget(self) -> None:
         """Let go of models and optimizers."""
-        self._models, self.optimizers = [], []
+        self._refs, self._optimizers = [], []
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -75,23 +86,25 @@ class Models:
 
     def claim(self) -> None:
         """Say which of several models parameters, gradients and optimizer state are of."""
-        if len(self._models) < 2:
+        if len(self) < 2:
             return
         states = {id(p): state for o in self.optimizers for p, state in o.state.items()}
-        for number, model in enumerate(self._models, 1):
+        for number, model in (
+            (number, model) for number, ref in enumerate(self._refs, 1) if (model := ref()) is not None
+        ):
             held = (t for of in (parameters_of(model), gradients_of(model)) for _, t in of)
             self._ledger.belong(number, held)
             self._ledger.belong(number, (t for p in model.parameters() for t in tensors_in(states.get(id(p), ()))))
 
     def parameters(self) -> Iterator[Holding]:
         """Yield parameters and buffers, and what techniques keep of them."""
-        for model in self._models:
+        for model in self.all:
             yield from parameters_of(model)
-        if self._models:
+        if self.all:
             yield from ((Category.PARAMETERS, tensor) for tensor in self._held())
 
     def gradients(self) -> Iterator[Holding]:
-        for model in self._models:
+        for model in self.all:
             yield from gradients_of(model)
 
     def state(self) -> Iterator[Holding]:

@@ -265,10 +265,10 @@ def _measured_in(
     steps: int,
     device: Device,
 ) -> Measurement:
-    meter = meter_of(sessions, device)
+    meter = meter_of(lambda: sessions, device)
     sessions[0].observers.only([meter])
-    for session, workload in zip(sessions[1:], workloads[1:], strict=True):
-        number = meter.take_in(workload.model, [each.name for each in workloads])
+    for number, (session, workload) in enumerate(zip(sessions[1:], workloads[1:], strict=True), 2):
+        meter.take_in(number, workload.model, [each.name for each in workloads])
         session.observers.only([Beside(meter, number)])
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)

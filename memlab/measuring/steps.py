@@ -132,13 +132,19 @@ class Meter(Observer):
             # what failed under the old plan is no peak of the new one
             self._forget_peaks(self._step, ())
 
-    def take_in(self, model: torch.nn.Module, names: Sequence[str]) -> int:
-        """Measure another model that trains in the same loop. Returns its number, for `call_begins`."""
+    def take_in(self, number: int, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Measure another model that trains in the same loop, or one in the place of another that is gone.
+
+        Args:
+            number: of the model from now on, from 1; see `call_begins`.
+            model: the model.
+            names: of all, by number; none if there is one.
+        """
         self._stop_recording()
         self.tape = None  # of the models before, which says nothing of all
         period = self.times.period
         period.observed_from = period.steps
-        return self._models.add(model, names)
+        self._models.add(number, model, names)
 
     def call_begins(self, number: int, batch: Batch) -> None:
         """A call of one of the models begins: what is born from now on is its own."""

@@ -150,6 +150,11 @@ class GuardedCall:
         return output
 
     @property
+    def leaves_features(self) -> bool:
+        """Return whether the call has left tensors with a graph beside what it returns."""
+        return bool(self._places)
+
+    @property
     def can_start_over(self) -> bool:
         """Return whether nothing has happened that cannot be undone."""
         return self._weights.are_untouched

@@ -47,11 +47,16 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import WhileAlive
+from memlab.runtime.loop_mode import has_compiled_code
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.stand_ins import is_ours
 
 if TYPE_CHECKING:
     from memlab.session import Session
+
+
+# what the loop asks of tensors within the model's one node is heard by a mode, which stays away from compiled code
+_FEATURES = "the model leaves tensors with a graph beside its output, and something was compiled in this process"
 
 
 class Rescuer:
@@ -85,6 +90,7 @@ class Rescuer:
         self._derives_itself = False  # the model runs a backward pass in its forward
         self._session: weakref.ref[Session] | None = None
         self._loop_code = LoopCode(self)
+        self._leaves_features = False  # whether a call has left some beside its output
         self._aliases: Aliases | None = None
         self._calls: WhileAlive[None] = WhileAlive()
         self._stepped_at = -1  # number of the last operator before the last step ended
@@ -143,6 +149,8 @@ class Rescuer:
         elif any(not is_ours(hook) for p in self._model.parameters() for hook in (p._backward_hooks or {}).values()):
             # which would be called with None by a backward pass that does not reach the parameter
             why = "parameters have hooks"
+        elif self._leaves_features and has_compiled_code():
+            why = _FEATURES
         return partial(self._call_openly, why) if why else self._call_guarded
 
     def _call_guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -165,15 +173,21 @@ class Rescuer:
         try:
             self._current_aliases().deliver()
             output = self.recovery.until_it_fits(work, make_room)
-            goes_on = guarded is not None and guarded.goes_on
-            if not goes_on:
+            if guarded is not None and guarded.leaves_features and has_compiled_code():
+                self._leaves_features = goes_on = True
+                self._live_session.log.note_once(
+                    f"memory that runs out in a backward pass is not rescued while {_FEATURES}"
+                )
+            elif guarded is not None and guarded.goes_on:
+                goes_on = True
+                self._live_session.log.note_once(
+                    f"a call of {type(self._model).__name__} goes on from the graph of an earlier one: memory that runs out in its "
+                    "backward pass is not rescued"
+                )
+            else:
                 self._learn_of_own_backward()
                 self._loop_code_begins()
                 return output
-            self._live_session.log.note_once(
-                f"a call of {type(self._model).__name__} goes on from the graph of an earlier one: memory that runs out in its "
-                "backward pass is not rescued"
-            )
         except Exception as error:
             if not (guarded.is_own(error) if guarded is not None else self.is_own(error)):
                 raise

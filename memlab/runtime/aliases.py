@@ -32,7 +32,7 @@ class Aliases:
         self.own = {id(alias): own for alias, own in zip(self.aliases, self.originals, strict=True)}
         # all may be frozen for a part of each step
         self.device = next(model.parameters()).device
-        self._ids = [id(parameter) for _, _, parameter, _ in self._sites]
+        self._places = [(id(module), name, id(parameter)) for module, name, parameter, _ in self._sites]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -64,11 +64,9 @@ class Aliases:
             self._refresh_recurrent()
 
     def serve(self, model: nn.Module) -> bool:
-        """Return whether these are still the parameters a model trains, all of them, with the data they have now."""
-        now = [
-            p for module in model.modules() for p in module._parameters.values() if p is not None and p.requires_grad
-        ]
-        return [*map(id, now)] == self._ids and all(
+        """Return whether these are still the parameters a model trains, all of them where they were, with the data they have now."""
+        now = [(id(module), name, id(parameter)) for module, name, parameter in _trainable(model)]
+        return now == self._places and all(
             original.data_ptr() == alias.data_ptr() and original.dtype is alias.dtype
             for original, alias in zip(self.originals, self.aliases, strict=True)
         )

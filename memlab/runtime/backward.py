@@ -6,6 +6,7 @@ somebody wants to know, and not otherwise: hooks on tensors come too late to say
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -16,27 +17,27 @@ Around = Callable[[Sequence[Any]], AbstractContextManager[None]]
 
 _NAME = "_engine_run_backward"
 _original: Callable[..., Any] = getattr(torch.autograd, _NAME)
-# remembered by a change of plans, which may be taken back
-around: list[Around] = []
+# methods of what goes with its model, which are not to keep it; remembered by a change of plans, which may be taken back
+around: list[weakref.WeakMethod[Around]] = []
 
 
 def around_backward_passes(context: Around, undo: ExitStack) -> None:
-    """Run each backward pass within a context."""
+    """Run each backward pass within a context, which a method makes, as long as what it is bound to lives."""
     undo.callback(_remove, context)
-    around.append(context)
+    around.append(weakref.WeakMethod(context))
     setattr(torch.autograd, _NAME, _run)
 
 
 def _remove(context: Around) -> None:
-    """Forget a context; harmless when done."""
-    around[:] = [each for each in around if each != context]
+    """Forget a context, and those that are gone; harmless when done."""
+    around[:] = [each for each in around if each() not in (context, None)]
 
 
 def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if not around and getattr(torch.autograd, _NAME) is _run:
         setattr(torch.autograd, _NAME, _original)
     with ExitStack() as contexts:
-        for context in tuple(around):
+        for context in [made for each in around if (made := each()) is not None]:
             contexts.enter_context(context(roots))
         return _original(roots, *args, **kwargs)
 

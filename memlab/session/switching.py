@@ -248,7 +248,8 @@ class Switching:
         if refusal is not None:
             self.falls_back(refusal)
 
-    def _withdraw(self, refusal: MemlabError) -> bool:
+    def _withdraw(self, refusal: MemlabError, *, as_on_trial: bool = False) -> bool:
+        self.is_on_trial |= as_on_trial and bool(self._before)
         if not self._is_trial_over(refusal):
             self._observers.tell("refused", refusal)
             return False

@@ -78,7 +78,8 @@ class Host:
     of_rescue: Callable[[], bool] = bool  # whether nobody asked for the plan: memory ran out under the one before
     # called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when the plan
     # before comes back at the next hook, and the technique does nothing until then
-    withdraw: Callable[[RefusalError], bool] = lambda _refusal: False
+    # (where it has done nothing yet, `as_on_trial`, also a plan that is not on trial goes)
+    withdraw: Callable[..., bool] = lambda _refusal, **_how: False
     # a refusal is about to be raised there
     refused: Callable[[MemlabError], None] = lambda _refusal: None
     # whether another session sees to the optimizers, and so to the techniques that work on them alone

@@ -308,6 +308,19 @@ def test_a_gradient_that_is_there_can_be_looked_at_from_another_cell(shell: Any,
     assert session_of(shell.user_ns["model"]).plan.label == "--release-grads"
 
 
+@pytest.mark.parametrize(
+    "line", ["optimizer.zero_grad()", "model.zero_grad(False)", "[p.grad for p in model.parameters()]"]
+)
+def test_a_plain_cell_goes_on_from_the_middle_of_the_first_step_of_release_grads(
+    made: Cell, line: str, shell: Any
+) -> None:
+    """Nothing has been freed in it, so that the plan can go."""
+    made("%%memfit --release-grads\noptimizer.zero_grad()\nmodel(inputs).sum().backward()")
+    assert made(line).error is None
+    assert made("optimizer.zero_grad()\nmodel(inputs).sum().backward()\noptimizer.step()").error is None
+    assert session_of(shell.user_ns["model"]).plan.label == "as written"
+
+
 def test_a_refusal_in_a_plain_cell_is_one_line(made: Cell) -> None:
     made(f"model[0].{_CENTRED}")
     made("session = __import__('memlab').fit(__import__('memlab').Workload(model, optimizer), '--accumulate 4')")

@@ -406,3 +406,75 @@ def test_a_refusal_for_a_part_waits_for_the_whole(cell: Cell, is_whole_called: b
         assert str(ran.error).startswith(
             "checkpointing: no part of Embedding can be recomputed: none holds more than one"
         )
+
+
+SEARCH = """
+import gc, weakref
+import torch
+from torch import nn
+torch.manual_seed(0)
+made, alive, losses = [], [], []
+inputs = torch.randn(8, 4)
+for trial in range(3):
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made += [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
+    for step in range(5):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    gc.collect()
+    alive.append(sum(ref() is not None for ref in made))
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--capacity 8GiB",
+        "--checkpoint",
+        "--accumulate 2 --offload optimizer",
+        "--fp16",
+        "--precision pure-bf16",
+        "--release-grads",
+    ],
+)
+def test_a_search_keeps_one_model_at_a_time(shell: Any, cell: Cell, flags: str) -> None:
+    """Each has the plan from its first step on, and all are counted."""
+    assert cell(SEARCH).error is None
+    losses = shell.user_ns["losses"]
+    told = cell(f"%%memfit {flags}\n{SEARCH}")
+    assert told.error is None
+    assert shell.user_ns["alive"] == [3, 3, 3]
+    assert shell.user_ns["losses"] == pytest.approx(losses, rel=5e-2 if "16" in flags else 1e-6)
+    assert "15 steps" in told.out
+    assert len(told.out.splitlines()[0].split(" + ")) == 1
+
+
+def test_a_further_model_that_a_plan_does_not_apply_to_ends_no_loop(shell: Any, cell: Cell) -> None:
+    loop = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+losses, inputs = [], torch.randn(8, 4)
+models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
+for model in models:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+"""
+    cell(loop)
+    losses = shell.user_ns["losses"]
+    told = cell(f"%%memfit --fp16\n{loop}")
+    assert told.error is None
+    assert shell.user_ns["losses"] == pytest.approx(losses, rel=1e-2)
+    said = " ".join(told.out.split())
+    assert "refused --fp16: session: this cell has optimizers for models[0] and model, and --fp16 treats" in said
+    assert said.endswith("name one model with --model; as written is back")

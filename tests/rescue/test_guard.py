@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit
 from memlab.measuring.ledger import Ledger
+from memlab.rescue import rescuer
 from memlab.rescue.rescuer import Rescuer
+from memlab.runtime import loop_mode
 from memlab.runtime.model_state import State
 from memlab.session import Session
 from memlab.session.snapshot import Snapshot
@@ -705,6 +707,84 @@ def test_an_output_that_another_is_computed_from_has_its_whole_gradient(how: str
     expected, found = loop(False), loop(True)
     assert len(expected) == len(found)
     assert all(map(torch.allclose, expected, found))
+
+
+class Keeping(nn.Sequential):
+    """Keeps what its first layer returns, as GradCAM has it kept by a hook."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.features = self[0](rows).tanh()
+        return self[1](self.features)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["retained", "asked for"])
+def test_features_have_gradients_where_something_was_compiled(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(guarded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Keeping(nn.Linear(4, 8), nn.Linear(8, 1)).double()
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        with fit(Workload(model, optimizer), rescue=True) if guarded else nullcontext():
+            for step in range(3):
+                loss = model(torch.full((3, 4), 1.0 + step).double()).square().mean()
+                if how == "retained":
+                    model.features.retain_grad()
+                else:
+                    found += torch.autograd.grad(loss, model.features, retain_graph=True)
+                loss.backward()
+                found += [model.features.grad] if how == "retained" else []
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*found, *model.parameters()]
+
+    expected = loop(False)
+    for module in (loop_mode, rescuer):
+        monkeypatch.setattr(module, "has_compiled_code", lambda: True)
+    assert all(map(torch.equal, expected, loop(True)))
+
+
+def test_weights_that_have_moved_to_another_module_are_counted_once() -> None:
+    def gradients(at: list[int]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        rows = torch.randn(6, 4).double()
+        with fit(Workload(model), rescue=Rescuer(keep=["accumulation"])):
+            model(rows).square().sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+            layer = nn.Linear(8, 2)
+            layer.weight, layer.bias = model[2].weight, model[2].bias
+            model[2] = layer
+            loss = model(rows).square().sum()
+            with Faults(at) as faults:
+                loss.backward()
+            counts.append(faults.count)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    counts: list[int] = []
+    expected = gradients([])
+    for nth in range(1, counts[0] + 1):
+        assert all(map(torch.allclose, gradients([nth]), expected))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_random_numbers_of_the_loop_are_its_own_when_a_split_pass_is_repeated(draws: bool) -> None:
+    """Of what the loop draws between the model's call and the backward pass, and after it."""
+
+    def drawn(at: list[int]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5 if draws else 0.0), nn.Linear(8, 2)).double()
+        with fit(Workload(model), "--accumulate 2", rescue=Rescuer(keep=["accumulation"])):
+            output = model(torch.randn(6, 4).double())
+            found = [torch.rand(3)]
+            with Faults(at) as faults:
+                output.square().sum().backward()
+            counts.append(faults.count)
+        return [*found, torch.rand(3)]
+
+    counts: list[int] = []
+    expected = drawn([])
+    for nth in range(1, counts[0] + 1):
+        assert all(map(torch.equal, drawn([nth]), expected)), nth
 
 
 @pytest.mark.parametrize("output", [0, 1])

@@ -286,6 +286,25 @@ def test_lists_of_images_of_unlike_sizes() -> None:
     same_as_plain(lambda: Detector(3, 4), lambda m, _: sum(m(images, targets).values()))
 
 
+def test_images_that_are_padded_to_the_largest_of_a_batch() -> None:
+    """Batches whose images are alike may be split, and say nothing of others."""
+
+    class Detector(nn.Conv2d):
+        def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+            height = max(image.shape[1] for image in images)
+            padded = [F.pad(image, (0, 0, 0, height - image.shape[1])) for image in images]
+            return super().forward(torch.stack(padded)).tanh().mean((2, 3))
+
+    heights = [(6, 6, 6, 6), (6, 6, 6, 6), (6, 9, 6, 6), (9, 6, 6, 9), (6, 6, 12, 6), (6, 6, 6, 6)]
+
+    def loop(model: nn.Module, step: int) -> torch.Tensor:
+        drawn = torch.Generator().manual_seed(step)
+        return model([torch.randn(3, height, 5, generator=drawn) for height in heights[step]]).square().mean()
+
+    notes = same_as_plain(lambda: Detector(3, 4, 3, padding=1), loop, len(heights))
+    assert "a batch is run whole" in " ".join(notes)
+
+
 class _Deriving(nn.Linear):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.detach().requires_grad_()

@@ -324,6 +324,54 @@ class _Summing(nn.Linear):
         return torch.zeros(1, 4).index_add(0, torch.zeros(len(rows), dtype=torch.long), super().forward(rows))
 
 
+class _Warming(nn.Linear):
+    """Does in later calls what does not run in 16 bits, or fails."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls, self.fails = 0, False
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output = super().forward(rows)
+        self.calls += 1
+        if self.fails:
+            raise ValueError("of the model's own")
+        if self.calls > 2:
+            self.mean.lerp_(output.detach().mean(0), 0.1)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:memlab. refused")
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16"])
+def test_what_does_not_run_in_half_precision_in_a_later_step_ends_no_loop(flags: str) -> None:
+    model = _Warming()
+    load = workload(model)
+    with fit(load, flags) as session:
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+            load.optimizers[0].step()
+        assert session.plan == Plan()
+        assert session.log[-1].text == (
+            f"refused {flags}: precision: _Warming does not run in {flags.removeprefix('--')}: RuntimeError: expected dtype "
+            f"float for `end` but got dtype {'c10::Half' if 'fp' in flags else 'c10::BFloat16'}; leave its precision as it is; "
+            "as written is back"
+        )
+    assert model.calls == 4
+
+
+def test_an_error_of_the_models_own_in_a_later_step_is_raised() -> None:
+    model = _Warming()
+    load = workload(model)
+    with fit(load, "--bf16") as session:
+        model(torch.ones(2, 4)).sum().backward()
+        load.optimizers[0].step()
+        model.fails = True
+        with pytest.raises(ValueError, match="of the model's own"):
+            model(torch.ones(2, 4))
+        assert session.plan == Plan.parse("--bf16")
+
+
 class _Leaving(nn.Linear):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         output = super().forward(rows)
@@ -1301,9 +1349,17 @@ class _Reaching(nn.Module):
         return self.head(lifted)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("rescue", [False, True])
-@pytest.mark.parametrize("flags", ["--fp16", "--fp16 --checkpoint", "--fp16 --accumulate 2"])
-def test_gradients_that_leave_a_call_past_its_arguments_are_true_in_fp16(flags: str, *, rescue: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "rescue"),
+    [
+        ("--fp16", False),
+        ("--fp16", True),
+        ("--fp16 --checkpoint", False),
+        ("--fp16 --checkpoint", True),
+        ("--fp16 --accumulate 2", False),
+    ],
+)
+def test_gradients_that_leave_a_call_past_its_arguments_are_true_in_fp16(flags: str, rescue: bool) -> None:
     def run(flags: str | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         table, encoder = torch.randn(16, requires_grad=True), nn.Linear(8, 16)

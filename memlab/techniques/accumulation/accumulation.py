@@ -36,7 +36,7 @@ Limited Setup", https://arxiv.org/abs/2101.06983
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -54,6 +54,7 @@ from memlab.runtime.modules import refuse_kept_weights, without_cache
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
+from memlab.runtime.tree import flatten
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.batchnorm import BATCH_NORM
 from memlab.techniques.accumulation.conditions import Conditions
@@ -238,7 +239,7 @@ class Accumulation(Technique):
                 # a forward that does something new, or values that were alike by chance: this batch is judged as well
                 assert run is not None
                 run.start_over()
-                del self._verdicts[self._shape_of(whole, layout)]
+                del self._verdicts[self._shape_of(whole, layout, parts)]
                 if last_try:
                     self._refuse_changing()
             except Exception as error:
@@ -271,7 +272,7 @@ class Accumulation(Technique):
         if self._is_fake:
             return None
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
-        shape = self._shape_of(whole, layout)
+        shape = self._shape_of(whole, layout, parts)
         found = _known(self._verdicts.get(shape, {}), grain)
         before = found if isinstance(found, SplitVerdict) and self._is_judged_again(found, shape) else None
         if before is not None:
@@ -297,7 +298,7 @@ class Accumulation(Technique):
                 self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])
                 self._condition = self._condition_of(whole, self._surroundings())
                 self._probes[self._condition] = probe
-            self._verdicts.setdefault(self._shape_of(whole, layout), {})[grain] = found
+            self._verdicts.setdefault(self._shape_of(whole, layout, parts), {})[grain] = found
         return found
 
     def _is_judged_again(self, known: SplitVerdict, shape: tuple[Any, ...]) -> bool:
@@ -362,12 +363,14 @@ class Accumulation(Technique):
         starts |= verdict.starts
         return replace(verdict, starts=frozenset(starts))
 
-    def _shape_of(self, whole: Call, layout: Layout) -> tuple[Any, ...]:
+    def _shape_of(self, whole: Call, layout: Layout, parts: int) -> tuple[Any, ...]:
         """Return what decides whether another judgement is needed: everything but the number of rows.
 
         Lengths count by powers of two: a loop whose batches are as long as their longest row would else be judged all the time.
+        Of rows in lists it counts whether all parts are as long as the whole, to which a model may pad them.
         """
-        dims = dict(layout.dims)
+        dims, ranges = dict(layout.dims), row_ranges(layout.rows, parts)
+        whole = layout.view(whole)
         shapes = tuple(
             (
                 leaf.dtype,
@@ -375,9 +378,8 @@ class Accumulation(Technique):
                 *(size.bit_length() for dim, size in enumerate(leaf.shape) if dim != dims.get(i)),
             )
             if isinstance(leaf, torch.Tensor)
-            else type(leaf)
+            else (type(leaf), layout.in_lists and i in dims and _are_alike(leaf, ranges))
             for i, leaf in enumerate(whole.leaves)
-            if not layout.in_lists
         )
         modes = hash(
             tuple(
@@ -391,11 +393,31 @@ class Accumulation(Technique):
             )
         )
         trained = hash(tuple(parameter.requires_grad for parameter in self._model.parameters()))
-        return self._condition, () if layout.in_lists else whole.spec, shapes, layout.dims, modes, trained
+        return self._condition, whole.spec, shapes, layout.dims, modes, trained
 
     def _note_once(self, kind: str, line: str) -> None:
         if not any(kind in note for note in self.notes):
             self.notes.append(line)
+
+
+def _are_alike(rows: Any, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Return whether in all parts of a list the largest and the smallest sizes of rows are those of the whole list."""
+    if not isinstance(rows, (list, tuple)):
+        return True
+    sizes = [_sizes(row) for row in rows]
+    return len({*map(len, sizes)}) == 1 and all(_extremes(sizes[slice(*span)]) == _extremes(sizes) for span in ranges)
+
+
+def _sizes(row: Any) -> tuple[int, ...]:
+    """Return the sizes of what a row consists of: of tensors, and of texts."""
+    found: list[int] = []
+    for leaf in flatten(row)[0]:
+        found += leaf.shape if isinstance(leaf, torch.Tensor) else [len(leaf)] if isinstance(leaf, str) else []
+    return tuple(found)
+
+
+def _extremes(sizes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+    return [(min(each), max(each)) for each in zip(*sizes, strict=True)]
 
 
 def _known(

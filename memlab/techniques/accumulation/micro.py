@@ -179,11 +179,9 @@ class MicroRun:
                 "read it before the step (from the next batch on memlab keeps it)"
             )
         again = self._again()
-        now = self._random_now()
         again._under_way = self._under_way
-        with self._autocast.entered(), self._as_before(), hooks.within(self._under_way):
+        with self._random_kept(), self._autocast.entered(), self._as_before(), hooks.within(self._under_way):
             leaves = again._leaves()
-        now.restore()
         return again, leaves
 
     def _again(self) -> MicroRun:
@@ -224,6 +222,15 @@ class MicroRun:
     def _random_now(self) -> Randomness:
         own = self._verdict.generators if self._verdict is not None else ()
         return Randomness([*own, *filter(is_generator, self._division.micro_batches[0].leaves)])
+
+    @contextmanager
+    def _random_kept(self) -> Iterator[None]:
+        """Leave random states as they are, also where memory runs out in a micro-batch that is run again."""
+        now = self._random_now()
+        try:
+            yield
+        finally:
+            now.restore()
 
     def _first_run_of(self, index: int) -> None:
         if not self._repeats:
@@ -376,15 +383,19 @@ class MicroRun:
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
         self._check_replay(wanted)
         whole = {position: tensor.view_as(tensor) for position, tensor in self._inputs.whole().items()}
-        now, pairs = self._random_now(), []
-        with self._aliases.originals_in_place() as parameters, self._autocast.entered(), self._as_before():
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with (
+            self._random_kept(),
+            self._aliases.originals_in_place() as parameters,
+            self._autocast.entered(),
+            self._as_before(),
+        ):
             for index in range(self._count):
                 self._random_states[index].restore()
                 _, outputs = self._run(index, self._inputs.part_of(whole, index))
                 pairs += self._gathered.shares(outputs, wanted, index)
                 if self._snapshot is not None:
                     self._snapshot.restore(strict=False)
-        now.restore()
         return torch.autograd.grad(
             [tensor for tensor, _ in pairs], [*whole.values(), *parameters], [share for _, share in pairs],
             create_graph=True, allow_unused=True,
@@ -392,17 +403,21 @@ class MicroRun:
 
     def _replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         self._check_replay(wanted)
-        now = self._random_now()
         order = [*range(self._count)]
         if self._kept is not None:
             order.insert(0, order.pop())  # its graph is there: use it first, so that it is freed first
         replayed: dict[int, dict[int, torch.Tensor]] = {}
-        with self._aliases.in_place(), self._autocast.entered(), self._as_before(), torch.enable_grad():
+        with (
+            self._random_kept(),
+            self._aliases.in_place(),
+            self._autocast.entered(),
+            self._as_before(),
+            torch.enable_grad(),
+        ):
             for index in order:
                 replayed[index] = self._replay_one(index, wanted)
                 if self._snapshot is not None:
                     self._snapshot.restore(strict=False)
-        now.restore()
         self._inputs.add(replayed)
 
     @contextmanager

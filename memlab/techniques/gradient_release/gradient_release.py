@@ -536,14 +536,15 @@ class GradientRelease(Technique):
         """Refuse what `_refuse` does, from another cell: what is under way goes on as if there had been no look."""
         refusal = RefusalError(self.field, reason, _LEAVE_OUT_BEFORE, is_late=self._has_released or bool(self._gone))
         refusal.in_loop = True
-        if not self.host.withdraw(refusal):
+        if not self.host.withdraw(refusal, as_on_trial=not refusal.is_late):
             raise refusal
         self._is_withdrawn = True
 
     def _refuse(self, reason: str, nearest: str) -> None:
         """Stand back, where the plan before can come back; else raise the refusal."""
         refusal = self._refusal(reason, nearest)
-        if not self.host.withdraw(refusal):
+        # a cell of its own is no loop that asked for the plan
+        if not self.host.withdraw(refusal, as_on_trial=self._watch.is_resumed and not refusal.is_late):
             # another error: the one that is raised keeps the loop's variables alive
             again = RefusalError(refusal.technique, refusal.reason, refusal.instead, is_late=refusal.is_late)
             again.in_loop = True

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -87,17 +87,40 @@ class FirstCalls:
             said = f"its gradients are scaled at the output, and {left} is past it" if later is None else later
         before.restore(strict=False)
         randomness.restore()
+        raise self._refusal(name, model, lambda: call(*args, **kwargs), said, frozen)
+
+    def refuse_later(self, name: str, model: nn.Module, run: Callable[[], Any], error: Exception) -> NoReturn:
+        """Raise what ended a later call of a model.
+
+        Args:
+            name: of the model, in words.
+            model: the model.
+            run: runs the call in full precision.
+            error: what it has raised in half precision.
+
+        Raises:
+            RefusalError: the call runs in full precision; what the failed one has left is still there.
+            Exception: the model's own error.
+        """
+        raise self._refusal(name, model, run, first_line(error), ()) from None
+
+    def _refusal(
+        self, name: str, model: nn.Module, run: Callable[[], Any], said: str, frozen: Sequence[_Frozen]
+    ) -> RefusalError:
+        """Return the refusal of a model that a call of runs in full precision, which leaves nothing behind; raise its own error."""
+        before = Surroundings(model)
+        randomness = Randomness(before.generators)
         with self._in_fp32(model):
             masters = [(tensor, tensor.detach().clone()) for tensor in (each.tensor for each in frozen)]
             try:
-                call(*args, **kwargs)  # where that fails as well, the error is the model's own
+                run()  # where that fails as well, the error is the model's own
             finally:
                 for tensor, master in masters:
                     if not torch.equal(tensor, master):
                         tensor.data = master
         before.restore(strict=False)
         randomness.restore()
-        raise RefusalError(_FIELD, f"{name} does not run in {self._precision}: {said}", "leave its precision as it is")
+        return RefusalError(_FIELD, f"{name} does not run in {self._precision}: {said}", "leave its precision as it is")
 
     def _copies_of_frozen(self, model: nn.Module) -> list[_Frozen]:
         """Tensors in bf16 that no optimizer updates, by name, with copies: a forward pass may write to them.

@@ -49,15 +49,16 @@ class LossScale:
         self._parameters: dict[int, weakref.ref[nn.Parameter]] = {}
         self._hooks: list[Any] = []
         self._all: list[weakref.ref[nn.Parameter]] = []  # in the middle of a call others may stand in their places
-        self._optimizers: Sequence[torch.optim.Optimizer] = ()
-        self._note: Callable[[str], None] = lambda _text: None
+        # hooks of parameters, which a graph may keep, are not to keep the model
+        self._workload: Callable[[], Workload | None] = lambda: None
+        self._note: Callable[[], Callable[[str], None] | None] = lambda: None
         self._name = ""
         # for each backward pass under way: nodes up to the calls, and those of the calls
         self._outside: list[_Nodes] = []
 
     def watch(self, workload: Workload, note: Callable[[str], None], undo: ExitStack) -> None:
         """Unscale every parameter's gradient before it is accumulated."""
-        self._name, self._optimizers, self._note = workload.name, workload.optimizers, note
+        self._name, self._workload, self._note = workload.name, weakref.ref(workload), weakref.WeakMethod(note)
         undo.callback(self._sums.clear)
         self._all = [weakref.ref(parameter) for parameter in workload.model.parameters()]
         undo.callback(self._unwatch)
@@ -149,7 +150,9 @@ class LossScale:
             self._outside.pop()
             for hook in hooks:
                 hook.remove()
-        if not self._optimizers and within is None and self.found_bad_gradients():
+        workload = self._workload()
+        is_by_hand = workload is not None and not workload.optimizers
+        if is_by_hand and within is None and self.found_bad_gradients():
             self._without_update(found.values())
 
     def _without_update(self, found: Iterable[torch.Tensor]) -> None:
@@ -168,7 +171,8 @@ class LossScale:
             )
         for gradient in gradients:
             gradient.zero_()
-        self._note("gradients were not finite: they were set to zero, as no optimizer's step could be skipped")
+        if (note := self._note()) is not None:
+            note("gradients were not finite: they were set to zero, as no optimizer's step could be skipped")
 
     def _refuse_both_ways(self, both_ways: Collection[int]) -> None:
         if both_ways:

@@ -17,18 +17,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from memlab.errors import RefusalError
+from memlab.errors import MemlabError, RefusalError
 from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.lifetimes import gradient_is_held
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
@@ -216,12 +217,26 @@ class PrecisionChoice(Technique):
             self._refuse_hooks_together(model)
         model = None if self._is_looked_at else model
         if model is None or all(part in self._known for part in model.modules()):
-            output = self._lowered(call, args, kwargs)
+            try:
+                output = self._lowered(call, args, kwargs)
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, MemlabError) or not self.host.on_trial():
+                    raise
+                self._refuse_later(lambda: call(*args, **kwargs), error)
         else:
             output = self._first(self._name, model, call, args, kwargs)
             self._known.update(model.modules())
         self._is_looked_at = True
         return output
+
+    def _refuse_later(self, run: Callable[[], Any], error: Exception) -> NoReturn:
+        """Raise the refusal of a model that does something new, which does not run in half precision, or its own error."""
+        model = self._model()
+        if model is None or self._is(Precision.FP32) or self._is(Precision.TF32):
+            raise error
+        FirstCalls(self.plan.precision, self._lowered, self._masters, self._in_fp32).refuse_later(
+            self._name, model, run, error
+        )
 
     def _refuse_hooks_together(self, model: nn.Module) -> None:
         if any(map(is_awaited_with_others, model.parameters())):
