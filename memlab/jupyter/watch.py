@@ -39,6 +39,7 @@ from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.retries import RetryWatch
 from memlab.runtime.batch import Batch
+from memlab.runtime.namespace import name_of
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.ownership import live_optimizers, optimizers_of, steps_others, steps_some_of, unwrap_model
@@ -65,14 +66,11 @@ class CellWatch:
         progress: Progress | None,  # shows steps while they happen; None for silence
         # called with the workload and its batch at the first training step of a model, and with those of the models
         # before it; the plan it returns is applied to that very step. None applies `plan` at once
-        choose: Callable[[Sequence[Workload]], Plan] | None = None,
+        choose: Callable[[Sequence[Workload]], Plan] | None,
         # makes what rescues a workload on a device of so many bytes; None lets the cell fail
-        rescue: Callable[[Workload, int | None], Rescuer] | None = None,
-        # what follows and steers the run of a model; None for nothing
-        control_of: Callable[[nn.Module], Control] | None = None,
-        # what a model is called where there are several; by default as its class
-        name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
-        variables: Callable[[], Mapping[str, Any]] = dict,  # those of the notebook
+        rescue: Callable[[Workload, int | None], Rescuer] | None,
+        control_of: Callable[[nn.Module], Control],  # what follows and steers the run of a model
+        variables: Callable[[], Mapping[str, Any]],  # those of the notebook
     ) -> None:
         self.sessions: list[Session] = []  # of the models that the cell trains, in the order in which they were found
         self._models: list[nn.Module] = []  # for the receipt, also of those that the cell drops
@@ -90,7 +88,7 @@ class CellWatch:
         self._choosers: list[Chooser] = []
         self._rescue = rescue
         self._control_of = control_of
-        self._name_of = name_of
+        self._variables = variables
         self._controls: list[Control] = []  # of the models that are measured
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
@@ -151,7 +149,7 @@ class CellWatch:
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Apply the plan to a workload and begin to observe; where a technique refuses, everything is as it was."""
-        _tell_apart(workload, [each.workload for each in self.sessions], self._name_of)
+        _tell_apart(workload, [each.workload for each in self.sessions], self._variables)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
         require_compatible(workload, self._plan or Plan(), [each.workload for each in self.sessions])
@@ -173,7 +171,6 @@ class CellWatch:
         with self._beside("watching this cell", is_needed=self._choose is not None):
             if self._meter is None:
                 self._observe(session, self._device)
-                self._let_steer(session)
                 if not alone:
                     self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
             else:
@@ -306,6 +303,7 @@ class CellWatch:
         for observer in watching:
             self._watch(session, observer)
             session.observers.tell_one(observer, "plan_changed", session.plan)
+        self._let_steer(session, meter)
 
     def _observe_beside(self, session: Session, meter: Meter) -> None:
         """Have the meter of the first model measure another one as well, where one thread trains both.
@@ -324,7 +322,7 @@ class CellWatch:
         for optimizer in session.workload.optimizers:
             meter.optimizer_found(optimizer)
         self._watch(session, BesideInCell(meter, number, self.notes))
-        self._let_steer(session)
+        self._let_steer(session, meter)
 
     def _is_on_measured_thread(self) -> bool:
         """Return whether this is the thread of the first model, or that one is over."""
@@ -346,15 +344,13 @@ class CellWatch:
         session.observers.add(observer)
         self._undo.callback(session.observers.remove, observer)
 
-    def _let_steer(self, session: Session) -> None:
+    def _let_steer(self, session: Session, meter: Meter) -> None:
         """Have panels follow the cell, and whoever uses them steer it."""
-        if self._control_of is None or self._meter is None:
-            return
         control = self._control_of(session.workload.model)
         first = next(iter(self._controls), None)
         if self._progress is not None and first is None:
             self._undo.callback(control.watch(self._progress.draw, self._progress.AFTER_SECONDS))
-        control.training_begins(session, self._meter, first)
+        control.training_begins(session, meter, first)
         self._controls.append(control)
         self._undo.callback(control.training_ended)
         self._undo.callback(control.stepped)
@@ -396,13 +392,13 @@ class CellWatch:
         return meter.times.steps_ended
 
 
-def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callable[[nn.Module], str]) -> None:
+def _tell_apart(workload: Workload, others: Sequence[Workload], variables: Callable[[], Mapping[str, Any]]) -> None:
     """Name models: from the second one on, each is called as it is in the notebook."""
     if not others:
         return
     for each in (*others, workload) if len(others) == 1 else (workload,):
         if each.name == type(each.model).__name__:
-            each.name = name_of(each.model)
+            each.name = name_of(each.model, variables())
     alike = [each.name for each in others if each.name.partition(" #")[0] == workload.name]
     if alike:
         workload.name = f"{workload.name} #{len(alike) + 1}"
