@@ -158,15 +158,24 @@ class Control(Observer):
             yield  # it is measured already
             return
         session = self._attached()
-        with ExitStack() as undo:
-            device = undo.enter_context(closing(device_for(session.workload.device, self.capacity_bytes)))
-            meter = undo.enter_context(closing(meter_of([session], device)))
-            for observer in (meter, _Steps(self.stepped)):
-                session.observers.add(observer)
-                undo.callback(session.observers.remove, observer)
+        with self._measured(session) as meter, ExitStack() as undo:
+            steps = _Steps(self.stepped)
+            session.observers.add(steps)
+            undo.callback(session.observers.remove, steps)
             self.training_begins(session, meter)
             undo.callback(self.training_ended)
             yield
+
+    @contextmanager
+    def _measured(self, session: Session) -> Iterator[Meter]:
+        """A meter that is told of the session's steps."""
+        with ExitStack() as undo:
+            device = undo.enter_context(closing(device_for(session.workload.device, self.capacity_bytes)))
+            meter = undo.enter_context(closing(meter_of([session], device)))
+            session.observers.add(meter)
+            undo.callback(session.observers.remove, meter)
+            meter.plan_changed(session.plan)
+            yield meter
 
     def stepped(self) -> None:
         """A step has ended; on the training thread, after the meter has been told."""
@@ -498,19 +507,12 @@ class Control(Observer):
         if self._playing is not None or Can.RUN not in self.can():
             return
         self._stop_predicting()
-        session = self._attached()
-        device = device_for(workload.device, self.capacity_bytes)
-        meter = Meter(workload.model, session.workload.optimizers, device)
-        self._playing = self.stage.play(self._measured_steps(workload, session, meter, keep=keep), self._run_ended)
+        steps = self._measured_steps(workload, self._attached(), keep=keep)
+        self._playing = self.stage.play(steps, self._run_ended)
 
-    def _measured_steps(self, workload: Workload, session: Session, meter: Meter, *, keep: bool) -> Iterator[float]:
-        """Steps as of `steps_of`, measured and rescued as those of a cell; meter and device are closed in the end."""
-        with ExitStack() as undo:
-            undo.callback(meter.device.close)
-            undo.callback(meter.close)
-            session.observers.add(meter)
-            undo.callback(session.observers.remove, meter)
-            meter.plan_changed(session.plan)
+    def _measured_steps(self, workload: Workload, session: Session, *, keep: bool) -> Iterator[float]:
+        """Steps as of `steps_of`, measured and rescued as those of a cell."""
+        with self._measured(session) as meter, ExitStack() as undo:
             if session.rescuer is None:
                 session.accept(Rescuer(capacity_bytes=meter.device.capacity_bytes))
                 undo.callback(session.dismiss)
