@@ -33,11 +33,11 @@ _PLANS: dict[str, Callable[[Plan], str]] = {
     "accelerate": to_accelerate,
     "deepspeed": to_deepspeed,
 }
-_SCALES: dict[str, tuple[tuple[str, ...], Callable[[Scale, int], str]]] = {
+_SCALES: dict[str, tuple[tuple[str, ...], Callable[[Plan, Scale, int], str]]] = {
     "torch": (("ddp", "fsdp2"), to_ranks),
-    "trainer": (("ddp", "fsdp2", *_ZERO), lambda scale, nproc: to_trainer(scale.plan, scale, nproc)),
-    "accelerate": (("ddp", "fsdp2", *_ZERO), lambda scale, nproc: to_accelerate(scale.plan, scale, nproc)),
-    "deepspeed": (_ZERO, lambda scale, nproc: to_deepspeed(scale.plan, scale, nproc)),
+    "trainer": (("ddp", "fsdp2", *_ZERO), to_trainer),
+    "accelerate": (("ddp", "fsdp2", *_ZERO), to_accelerate),
+    "deepspeed": (_ZERO, to_deepspeed),
     "fsdp2": (("fsdp2",), to_ranks),
 }
 TARGETS = tuple(_SCALES)
@@ -96,7 +96,7 @@ def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2, models: Sequenc
     if asked.engine not in engines:
         others = [target for target, (known, _) in _SCALES.items() if asked.engine in known]
         raise PlanError(f"--scale {asked.engine} to {to!r}: allowed are {', '.join(others) or 'no targets yet'}")
-    return written(asked, nproc)
+    return written(asked.plan, asked, nproc)
 
 
 def parsed(text: str) -> Plan | Scale:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from memlab.errors import PlanError
 from memlab.exporting.parts import header, indent, offloads_model_states, optimizer_helper, torchrun
 from memlab.exporting.torch import COUNT_TARGETS, SPLIT, checkpoint_helper, checkpoint_imports
-from memlab.plan import Precision
+from memlab.plan import Plan, Precision
 from memlab.plan.scale import Scale
 
 
-def to_ranks(scale: Scale, nproc: int) -> str:
+def to_ranks(plan: Plan, scale: Scale, nproc: int) -> str:
     """Return the program for torchrun."""
-    plan = scale.plan
     if plan.checkpointing.budget_bytes is not None:
         raise PlanError(
             f"--checkpoint {plan.checkpointing} on ranks: blocks are weighed by running the whole model on one device; "

@@ -278,7 +278,6 @@ def _torch_loop(plan: Plan) -> str:
 
 
 _TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
-    Precision.KEEP: [],
     Precision.FP32: ["model.float()", 'torch.set_float32_matmul_precision("highest")'],
     Precision.TF32: ['torch.set_float32_matmul_precision("high")  # TF32 products on NVIDIA GPUs since Ampere'],
     Precision.FP16: [
@@ -300,7 +299,7 @@ _PARAMS_STAY = [
 def _torch_setup(plan: Plan) -> list[str]:
     offloads = plan.tier_of(Offloaded.PARAMS) is not None
     lines = [*(_PARAMS_STAY if offloads else []), "device = next(model.parameters()).device"]
-    lines += _TORCH_PRECISION_SETUP[plan.precision]
+    lines += _TORCH_PRECISION_SETUP.get(plan.precision, [])
     if plan.tiling > 1:
         lines.append(f"tile_feed_forwards(model, {plan.tiling})")
     if plan.checkpointing != "off" and plan.checkpointing.budget_bytes is None:

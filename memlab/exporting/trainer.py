@@ -15,12 +15,10 @@ from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Preci
 from memlab.plan.scale import Scale
 
 _TRAINER_PRECISION: dict[Precision, list[str]] = {
-    Precision.KEEP: [],
     Precision.FP32: ["fp16=False,", "bf16=False,", "tf32=False,"],
     Precision.TF32: ["tf32=True,"],
     Precision.FP16: ["fp16=True,"],
     Precision.BF16: ["bf16=True,"],
-    Precision.PURE_BF16: [],
 }
 _ACCUMULATION_COMMENT = """
 # Some models take **kwargs and ignore num_items_in_batch (BertForSequenceClassification is one). Trainer 5.23 then
@@ -61,7 +59,7 @@ def _trainer_arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]
         every = f', "every_n_layers": {plan.checkpointing.every}' if plan.checkpointing.every > 1 else ""
         arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
         arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
-    arguments += _TRAINER_PRECISION[plan.precision]
+    arguments += _TRAINER_PRECISION.get(plan.precision, [])
     if plan.optimizer is not OptimizerChoice.KEEP:
         arguments.append(f'optim="{replacement_of(plan).trainer}",')
     arguments += _trainer_engine(plan, scale)

@@ -27,7 +27,7 @@ from memlab.live.stage import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.rescuer import Rescuer
-from memlab.runtime.namespace import SeveralModelsError, is_trained_by, name_of, stale_optimizers
+from memlab.runtime.namespace import SeveralModelsError, is_trained_by, stale_optimizers
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session import Session
@@ -104,7 +104,6 @@ class CellMagic:
             None if asked.budget_bytes is None else prediction.choice(asked, self._history_of, Saying(line)),
             self._rescue(asked, line) if asked.rescue else None,
             self._notebook.control_of,
-            lambda model: name_of(model, self._notebook.shell.user_ns),
             lambda: self._notebook.shell.user_ns,
         )
         try:

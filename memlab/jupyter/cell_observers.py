@@ -44,7 +44,6 @@ class Chooser(Observer):
         self._choose = choose
         self._choosers = choosers  # of the models so far; those before follow with their next step
         self._tape = tape
-        self._has_chosen = False
         self._steps = 0
         self.workload: Workload | None = None
         self.is_final = False
@@ -52,7 +51,7 @@ class Chooser(Observer):
     def forward_begins(self, batch: Batch) -> None:
         if self.is_final:
             return
-        is_first, self._has_chosen = not self._has_chosen, True
+        is_first = self.workload is None
         if is_first:
             live = self._session.workload
             self.workload = Workload(live.model, live.optimizers, without_graph(batch), name=live.name)

@@ -37,7 +37,7 @@ from IPython.core.error import UsageError
 
 from memlab.errors import MemlabError, first_line
 
-_MEMLAB = f"{Path(__file__).parents[1]}{os.sep}"
+OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 
 # IPython's shells are configured at run time: the attributes used here are typed as anything
 Shell = Any
@@ -62,20 +62,12 @@ class CellSource:
     @property
     def is_silenced(self) -> bool:
         """Return whether a semicolon at its end keeps the last value from being shown."""
-        # what is left are names, operators and values
-        skipped = (
-            tokenize.COMMENT,
-            tokenize.NL,
-            tokenize.NEWLINE,
-            tokenize.INDENT,
-            tokenize.DEDENT,
-            tokenize.ENDMARKER,
-        )
         try:
             tokens = [*tokenize.generate_tokens(io.StringIO(self.python).readline)]
         except (tokenize.TokenError, SyntaxError):
             return False
-        words = [each.string for each in tokens if each.type not in skipped]
+        # ends of lines and blocks are tokens of white space
+        words = [each.string for each in tokens if each.string.strip() and each.type != tokenize.COMMENT]
         return words[-1:] == [";"]
 
 
@@ -302,7 +294,7 @@ def _leave_memlab_out(error: BaseException | None) -> bool:
     found = False
     for each in errors_behind(error):
         every = list(entries(each.__traceback__))
-        kept = [entry for entry in every if not entry.tb_frame.f_code.co_filename.startswith(_MEMLAB)]
+        kept = [entry for entry in every if not entry.tb_frame.f_code.co_filename.startswith(OWN_FOLDER)]
         # a Ctrl-C that came at a bad moment is raised by memlab a moment later
         is_foreign = bool(kept) and (kept[-1] is every[-1] or isinstance(each, KeyboardInterrupt))
         if is_foreign and len(kept) < len(every):

@@ -11,6 +11,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from IPython.display import display, update_display
@@ -104,11 +105,11 @@ showing.text_of.register(PredictedPlans, lambda predicted_plans: predicted_plans
 
 def teach_receipts(shell: Any, config: MemLab, undo: ExitStack) -> None:
     """Let the shell show what the magics return; `undo` makes it forget."""
-    for shown, picture in _PICTURES.items():
+    for shown in _PICTURES:
         known: dict[str, Callable[..., Any]] = {
             "text/plain": lambda value, printer, _cycle: printer.text(showing.text_of(value)),
             "text/html": showing.html_of,
-            "image/png": _described(_where_wanted(picture, config)),
+            "image/png": partial(_picture_with_text, config=config),
         }
         for kind, formatter in known.items():
             formatters = shell.display_formatter.formatters[kind]
@@ -133,18 +134,10 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
 }
 
 
-def _where_wanted(picture: Callable[[Any], bytes | None], config: MemLab) -> Callable[[Any], bytes | None]:
-    return lambda value: picture(value) if config.picture and available("matplotlib") else None
-
-
-def _described(picture: Callable[[Any], bytes | None]) -> Callable[[Any], tuple[bytes, dict[str, str]] | None]:
-    """Give a picture its alternative text, which pages made of a notebook show to who cannot see it."""
-
-    def formatted(value: Any) -> tuple[bytes, dict[str, str]] | None:
-        png = picture(value)
-        return None if png is None else (png, {"alt": _sentence(value)})
-
-    return formatted
+def _picture_with_text(shown: Any, config: MemLab) -> tuple[bytes, dict[str, str]] | None:
+    """The picture of a record, with its alternative text, which pages made of a notebook show to who cannot see it."""
+    png = _PICTURES[type(shown)](shown) if config.picture and available("matplotlib") else None
+    return None if png is None else (png, {"alt": _sentence(shown)})
 
 
 def _sentence(shown: Any) -> str:
@@ -170,8 +163,8 @@ def replace_shown(data: Any, **options: Any) -> None:
 
 def show_picture(shell: Any, shown: Any, config: MemLab) -> None:
     """Show the picture of a record by itself, for pages that show HTML and leave out the picture beside it."""
-    png = _where_wanted(_PICTURES[type(shown)], config)(shown) if is_rich(shell) else None
-    if png is not None:
-        said = _sentence(shown)
-        formats = {"image/png": b64encode(png).decode(), "text/plain": said}
-        show(formats, raw=True, metadata={"image/png": {"alt": said}})
+    picture = _picture_with_text(shown, config) if is_rich(shell) else None
+    if picture is not None:
+        png, about = picture
+        formats = {"image/png": b64encode(png).decode(), "text/plain": about["alt"]}
+        show(formats, raw=True, metadata={"image/png": about})

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from traceback import walk_tb
 from types import FrameType
@@ -34,15 +33,6 @@ from memlab.units import format_bytes
 _CELL_MAGIC = "memlab.jupyter.cell_magic"
 # a cell that awaits is interrupted by cancelling it
 _INTERRUPTIONS = (KeyboardInterrupt, asyncio.CancelledError)
-
-
-def free_after_cells(notebook: Notebook, undo: ExitStack) -> None:
-    """Let the shell free memory after cells that failed for want of it; `undo` makes it stop."""
-    freeing = Freeing(notebook)
-    events = notebook.shell.events
-    for event, callback in (("pre_run_cell", freeing.cell_begins), ("post_run_cell", freeing.cell_ended)):
-        events.register(event, callback)
-        undo.callback(events.unregister, event, callback)
 
 
 class Freeing:

@@ -49,8 +49,11 @@ class LineMagic:
             words[0] = "help"
         if words[0].startswith("-"):
             words.insert(0, "switch")
-        if not any(words[0] == each.word for each in WORDS):
+        word = next((each for each in WORDS if each.word == words[0]), None)
+        if word is None:
             raise unknown_word(words[0])
+        if not word.arguments:
+            _no_more(words[1:], word.word)
         if words[0] in _NOT_WHILE_TRAINING:
             self._notebook.background.require_rest(f"%memfit {words[0]}")
         # each word has a method of its name
@@ -65,7 +68,6 @@ class LineMagic:
         return "\n\n".join(shown) or f"memfit: {self._notebook.nothing_applied()}"
 
     def _report(self, words: list[str]) -> Comparison:
-        _no_more(words, "report")
         comparison = self._notebook.history().require()
         show_picture(self._notebook.shell, comparison, self._notebook.config)
         return comparison
@@ -204,11 +206,9 @@ class LineMagic:
         print(f"memfit: {said}")  # noqa: T201
 
     def _wait(self, words: list[str]) -> None:
-        _no_more(words, "wait")
         print(f"memfit: {self._notebook.background.wait()}")  # noqa: T201
 
     def _cancel(self, words: list[str]) -> None:
-        _no_more(words, "cancel")
         print(f"memfit: {self._notebook.background.cancel()}")  # noqa: T201
 
     def _undo(self, words: list[str]) -> None:
@@ -262,7 +262,6 @@ class LineMagic:
         return record.comparison
 
     def _help(self, words: list[str]) -> None:
-        _no_more(words, "help")
         print(line_help())  # noqa: T201 - what was asked for
 
 

@@ -18,7 +18,7 @@ from memlab.jupyter.cell_magic import CellMagic
 from memlab.jupyter.completion import complete_lines
 from memlab.jupyter.display import teach_receipts
 from memlab.jupyter.flags import cell_help, line_help
-from memlab.jupyter.freeing import free_after_cells
+from memlab.jupyter.freeing import Freeing
 from memlab.jupyter.line_magic import LineMagic, Shown
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.runtime.loop_mode import pause, resume
@@ -88,12 +88,14 @@ class MagicMemfit:
         cells.brief_refusals(self._undo)
         complete_lines(shell, self._undo)
         teach_receipts(shell, notebook.config, self._undo)
-        free_after_cells(notebook, self._undo)
-        hooks: dict[str, Callable[[Any], None]] = {
-            "pre_run_cell": lambda _info: resume(),
-            "post_run_cell": lambda _result: pause(),
-        }
-        for event, callback in hooks.items():
+        freeing = Freeing(notebook)
+        hooks: tuple[tuple[str, Callable[[Any], None]], ...] = (
+            ("pre_run_cell", freeing.cell_begins),
+            ("post_run_cell", freeing.cell_ended),
+            ("pre_run_cell", lambda _info: resume()),
+            ("post_run_cell", lambda _result: pause()),
+        )
+        for event, callback in hooks:
             shell.events.register(event, callback)
             self._undo.callback(shell.events.unregister, event, callback)
 

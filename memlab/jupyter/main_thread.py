@@ -28,12 +28,10 @@ from contextvars import copy_context
 from typing import Any
 
 from memlab.errors import SessionError
-from memlab.jupyter.comms import is_main_thread
+from memlab.jupyter.cells import Shell
+from memlab.jupyter.comms import Kernel, is_main_thread
 from memlab.live.stage import BESIDE_CELLS, Stage
 
-# IPython's shells and kernels are configured at run time, and come in several versions
-Shell = Any
-Kernel = Any
 Work = Callable[[], None]
 
 
@@ -70,9 +68,9 @@ class MainThread(Stage):
             raise SessionError(BESIDE_CELLS)
         played = PlayedSteps(steps, ended, self, self._shell.events)
         if after_seconds:
-            self._loop.add_callback(self._loop.call_later, after_seconds, played.begin)
+            self._loop.add_callback(self._loop.call_later, after_seconds, played.take_turn)
         else:
-            played.begin()
+            played.take_turn()
         return played
 
     @property
@@ -110,16 +108,13 @@ class MainThread(Stage):
         """Stand in line behind the main shell's messages."""
         lock = getattr(kernel, "_main_asyncio_lock", None)
         if lock is not None:  # ipykernel 7
-            self._keep(asyncio.ensure_future(self._behind(lock, work)))
+            task = asyncio.ensure_future(self._behind(lock, work))
+            self._tasks.add(task)  # an event loop holds its tasks weakly
+            task.add_done_callback(self._tasks.discard)
         elif hasattr(kernel, "schedule_dispatch"):  # ipykernel 6
             kernel.schedule_dispatch(self._behind, nullcontext(), work)
         else:
             self.at_home(lambda: self._shown(work))
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        # an event loop holds its tasks weakly
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _behind(self, lock: AbstractAsyncContextManager[None], work: Work) -> None:
         async with lock:
@@ -161,11 +156,7 @@ class PlayedSteps:
 
     def resume(self) -> None:
         self._is_paused = False
-        self._take_turn()
-
-    def begin(self) -> None:
-        """Make the first step, if it was not cancelled meanwhile."""
-        self._take_turn()
+        self.take_turn()
 
     def cancel(self) -> None:
         """Close the iterator after the step under way, so that it puts back what it changed.
@@ -177,9 +168,10 @@ class PlayedSteps:
         if steps is not None and self._stage.is_working and not self._is_advancing:
             self._close(steps)
         else:
-            self._take_turn()
+            self.take_turn()
 
-    def _take_turn(self) -> None:
+    def take_turn(self) -> None:
+        """Stand in line for the next step."""
         with self._lock:
             if self._is_waiting or self._steps is None:
                 return
@@ -206,7 +198,7 @@ class PlayedSteps:
         except BaseException as error:  # noqa: BLE001 - whatever a step raises is told to whoever plays it
             self._end(error)
         else:
-            self._take_turn()
+            self.take_turn()
         finally:
             self._is_advancing = False
 

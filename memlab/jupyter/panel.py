@@ -16,6 +16,7 @@ from typing import Any
 
 from memlab.errors import MissingExtraError, SessionError
 from memlab.exporting import export
+from memlab.jupyter.cells import Shell
 from memlab.jupyter.comms import Hearing, let_through
 from memlab.jupyter.controls import MAGIC, Controls, fixed
 from memlab.jupyter.display import is_rich, show
@@ -30,8 +31,6 @@ from memlab.records.live_state import Asked, Moment
 from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Workload
 from memlab.units import format_bytes, parse_bytes
-
-Shell = Any
 
 _TICK_MILLISECONDS = 250
 

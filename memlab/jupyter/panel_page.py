@@ -25,7 +25,7 @@ import numpy as np
 from memlab.extras import available, require
 from memlab.plan import Plan
 from memlab.records.live_state import Activity, Moment
-from memlab.report.live_figure import Drawing, drawing
+from memlab.report.live_figure import drawing
 from memlab.report.live_settings import predicted
 from memlab.report.pareto import Chart
 from memlab.report.segments import NEUTRAL_INK, rgb
@@ -65,7 +65,7 @@ class PanelPage:
         self._closed = False
         self._key: object = None
         self._map = predicted(_NOTHING)
-        self.widget = _widget_class()(fixed=dict(fixed), figure=_state(drawing(_NOTHING)))
+        self.widget = _widget_class()(fixed=dict(fixed), figure=drawing(_NOTHING))
 
     def show(self, **state: Any) -> None:
         """Set parts of the state; what is as it was is not sent."""
@@ -75,7 +75,7 @@ class PanelPage:
                     setattr(self.widget, name, value)
 
     def show_figure(self, moment: Moment) -> None:
-        self.show(figure=_state(drawing(moment, self._predicted(moment))))
+        self.show(figure=drawing(moment, self._predicted(moment)))
 
     def copy(self, text: str) -> None:
         self.widget.send({"kind": "copy", "text": text})
@@ -95,10 +95,6 @@ class PanelPage:
                 self._key = None
                 self.widget.layout.close()  # a widget of its own
                 self.widget.close()
-
-
-def _state(drawn: Drawing) -> dict[str, Any]:
-    return {"traces": list(drawn.traces), "layout": drawn.layout}
 
 
 def _packed(figure: dict[str, Any], _widget: object) -> dict[str, Any]:

@@ -79,27 +79,26 @@ def workloads_of(
             for each in found:
                 _require_batch(command, history_of(each.model).batch)
         return [with_loop(each, history_of) for each in found]
-    live = found[0]
-    is_last = any(each.workload.model is live.model for each in together)
-    batch, known_loss_fn = _batch_and_loss(live, history_of(live.model).batch if is_last else None)
+    workload = with_loop(found[0], history_of)
+    if workload.loss_fn is None and all(each.workload.model is not workload.model for each in together):
+        workload.batch = None  # the last cell trained other models
     if options.batch:
         values = tuple(_variable(namespace, "--batch", name) for name in options.batch)
-        batch = values[0] if len(values) == 1 else values
+        workload.batch = values[0] if len(values) == 1 else values
         # values of other classes may hold tensors in ways of their own
-        if all(isinstance(leaf, (str, bytes, numbers.Number)) for leaf in tree_leaves(batch)):
-            what = f"{type(batch).__name__} without a tensor; name what the model is called with"
+        if all(isinstance(leaf, (str, bytes, numbers.Number)) for leaf in tree_leaves(workload.batch)):
+            what = f"{type(workload.batch).__name__} without a tensor; name what the model is called with"
             raise WorkloadError(f"--batch {','.join(options.batch)}: {what}")
-    loss_fn = _variable(namespace, "--loss-fn", options.loss_fn) if options.loss_fn else known_loss_fn
-    if options.loss_fn and not callable(loss_fn):
-        raise WorkloadError(
-            f"--loss-fn {options.loss_fn}: a {type(loss_fn).__name__} cannot be called; name what is called with output and target"
-        )
-    if options.loss_fn and len(options.batch) != 2:
-        raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
+    if options.loss_fn:
+        workload.loss_fn = loss_fn = _variable(namespace, "--loss-fn", options.loss_fn)
+        if not callable(loss_fn):
+            raise WorkloadError(
+                f"--loss-fn {options.loss_fn}: a {type(loss_fn).__name__} cannot be called; name what is called with output and target"
+            )
+        if len(options.batch) != 2:
+            raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
     if needs_batch:
-        _require_batch(command, batch)
-    workload = Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
-    workload.tape = history_of(live.model).tape
+        _require_batch(command, workload.batch)
     return [workload]
 
 
@@ -112,18 +111,16 @@ def _require_batch(command: str, batch: Any) -> None:
 
 
 def with_loop(live: Workload, history_of: Callable[[nn.Module], History]) -> Workload:
-    """A workload with the largest batch of the last cell, and a step of the loop that trains it with others."""
+    """A workload with the largest batch of the last cell, and a step of the loop that trains it with others.
+
+    Where it has inputs and target with the loss function that takes them, it keeps these.
+    """
     history = history_of(live.model)
-    batch, loss_fn = _batch_and_loss(live, history.batch)
+    has_both = live.loss_fn is not None and live.batch is not None
+    batch, loss_fn = (live.batch, live.loss_fn) if has_both else (history.batch, None)
     workload = Workload(live.model, live.optimizers, batch, loss_fn, live.scheduler, live.name)
     workload.tape = history.tape
     return workload
-
-
-def _batch_and_loss(live: Workload, called_with: Batch | None) -> tuple[Any, Any]:
-    """Return inputs and target with the loss function that takes them, where a workload has both, else what its loop calls it with."""
-    has_both = live.loss_fn is not None and live.batch is not None
-    return (live.batch, live.loss_fn) if has_both else (called_with, None)
 
 
 def _require_no_batch(options: PredictOptions, found: Sequence[Workload]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.jupyter.cells import entries
+from memlab.jupyter.cells import OWN_FOLDER, entries
 from memlab.jupyter.history import History
 from memlab.plan import Plan
 from memlab.rescue.fallback import Place, next_plans
@@ -24,7 +24,6 @@ from memlab.units import format_bytes
 
 _MOST_LOG_ENTRIES = 8
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
-_MEMLAB = str(Path(__file__).parents[1])
 
 
 def state_text(session: Session, history: History, namespace: Mapping[str, Any], capacity: str) -> str:
@@ -122,4 +121,4 @@ def own_frames(shell: Any, error: BaseException) -> list[str]:
 def _is_of_library(file: str) -> bool:
     # packages may lie in more places than this Python's own: the user's, the system's, another environment's
     is_installed = not _PACKAGES.isdisjoint(Path(file).parts)
-    return is_installed or file.startswith((sysconfig.get_path("stdlib"), _MEMLAB, "<frozen"))
+    return is_installed or file.startswith((sysconfig.get_path("stdlib"), OWN_FOLDER, "<frozen"))

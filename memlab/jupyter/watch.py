@@ -42,6 +42,7 @@ from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.retries import RetryWatch
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import calls_under_way
+from memlab.runtime.namespace import name_of
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.ownership import live_optimizers, optimizers_of, steps_others, steps_some_of, unwrap_model
@@ -92,14 +93,11 @@ class CellWatch:
         progress: Progress | None,  # shows steps while they happen; None for silence
         # called with the workload and its batch at the first training step of a model, and with those of the models
         # before it; the plan it returns is applied to that very step. None applies `plan` at once
-        choose: Callable[[Sequence[Workload]], Plan] | None = None,
+        choose: Callable[[Sequence[Workload]], Plan] | None,
         # makes what rescues a workload on a device of so many bytes; None lets the cell fail
-        rescue: Callable[[Workload, int | None], Rescuer] | None = None,
-        # what follows and steers the run of a model; None for nothing
-        control_of: Callable[[nn.Module], Control] | None = None,
-        # what a model is called where there are several; by default as its class
-        name_of: Callable[[nn.Module], str] = lambda model: type(model).__name__,
-        variables: Callable[[], Mapping[str, Any]] = dict,  # those of the notebook
+        rescue: Callable[[Workload, int | None], Rescuer] | None,
+        control_of: Callable[[nn.Module], Control],  # what follows and steers the run of a model
+        variables: Callable[[], Mapping[str, Any]],  # those of the notebook
     ) -> None:
         self._taken: list[_Taken] = []  # models that the cell has trained, by their places
         self._past_events: tuple[str, ...] = ()  # of models that the loop has dropped
@@ -115,7 +113,7 @@ class CellWatch:
         self._choosers: list[Chooser] = []
         self._rescue = rescue
         self._control_of = control_of
-        self._name_of = name_of
+        self._variables = variables
         self._controls: list[Control] = []  # of the models that are measured
         self._device: Device | None = None
         self._thread: int | None = None  # whose training counts; None for any
@@ -180,7 +178,7 @@ class CellWatch:
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Apply the plan to a workload and begin to observe; where a technique refuses, everything is as it was."""
         others = [each.workload for each in self.sessions]
-        _tell_apart(workload, others, self._name_of)
+        _tell_apart(workload, others, self._variables)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
         try:
@@ -417,8 +415,6 @@ class CellWatch:
 
     def _let_steer(self, session: Session, taken: _Taken, meter: Meter) -> None:
         """Have panels follow the cell, and whoever uses them steer it."""
-        if self._control_of is None:
-            return
         control = self._control_of(session.workload.model)
         first = next(iter(self._controls), None)
         if self._progress is not None and first is None:
@@ -442,7 +438,7 @@ class CellWatch:
         known = [
             (taken, weakref.ref(taken.model), weakref.ref(taken.session))
             for taken in self._taken
-            if taken.model and taken.session
+            if taken.model is not None and taken.session is not None
         ]
         logs = [(session.log, session.workload.name) for session in self.sessions]
         has_plans = any(session.techniques for session in self.sessions)
@@ -496,13 +492,13 @@ class CellWatch:
         return meter.times.steps_ended
 
 
-def _tell_apart(workload: Workload, others: Sequence[Workload], name_of: Callable[[nn.Module], str]) -> None:
+def _tell_apart(workload: Workload, others: Sequence[Workload], variables: Callable[[], Mapping[str, Any]]) -> None:
     """Name models: from the second one on, each is called as it is in the notebook."""
     if not others:
         return
     for each in (*others, workload) if len(others) == 1 else (workload,):
         if each.name == type(each.model).__name__:
-            each.name = name_of(each.model)
+            each.name = name_of(each.model, variables())
     alike = [each.name for each in others if each.name.partition(" #")[0] == workload.name]
     if alike:
         workload.name = f"{workload.name} #{len(alike) + 1}"

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
 from memlab.live.feed import Feed
-from memlab.live.live_model import NEEDS_LOSS, LiveModel, measured_steps
+from memlab.live.live_model import NEEDS_LOSS, LiveModel, steps_of
 from memlab.live.live_predictions import LivePredictions, calibration
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
@@ -37,6 +37,7 @@ from memlab.plan import Plan
 from memlab.plan.fields import BY_NAME
 from memlab.records import Measurement, Prediction
 from memlab.records.live_state import Activity, Asked, Moment
+from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Workload
@@ -151,24 +152,30 @@ class Control(Observer):
             session.switching.ask(wanted)
         self._watch(session, meter, Activity.TRAINING)
 
-    def training_ended(self) -> None:
-        self._rest()
-
     @contextmanager
     def training(self) -> Iterator[None]:
         if self._activity is not Activity.IDLE:
             yield  # it is measured already
             return
         session = self._attached()
-        with ExitStack() as undo:
-            device = undo.enter_context(closing(device_for(session.workload.device, self.capacity_bytes)))
-            meter = undo.enter_context(closing(meter_of(lambda: [session], device)))
-            for observer in (meter, _Steps(self.stepped)):
-                session.observers.add(observer)
-                undo.callback(session.observers.remove, observer)
+        with self._measured(session) as meter, ExitStack() as undo:
+            steps = _Steps(self.stepped)
+            session.observers.add(steps)
+            undo.callback(session.observers.remove, steps)
             self.training_begins(session, meter)
             undo.callback(self.training_ended)
             yield
+
+    @contextmanager
+    def _measured(self, session: Session) -> Iterator[Meter]:
+        """A meter that is told of the session's steps."""
+        with ExitStack() as undo:
+            device = undo.enter_context(closing(device_for(session.workload.device, self.capacity_bytes)))
+            meter = undo.enter_context(closing(meter_of(lambda: [session], device)))
+            session.observers.add(meter)
+            undo.callback(session.observers.remove, meter)
+            meter.plan_changed(session.plan)
+            yield meter
 
     def stepped(self) -> None:
         """A step has ended; on the training thread, after the meter has been told."""
@@ -195,22 +202,20 @@ class Control(Observer):
         self.capacity_bytes = meter.device.capacity_bytes
         self._title = f"memfit · {session.workload.describe().rpartition(' · ')[0]} · {meter.device.name}"
         if not self._is_beside:
-            self._hold.reset()
-            self._hold.activity = activity
+            self._hold.reset(activity)
         with self._lock:
             self.feed.begin(meter, session.steps)
         self._pace, self._status_pace = Pace(), Pace(share=_STATUS_SHARE)
         self.draw()
 
-    def _rest(self) -> None:
+    def training_ended(self) -> None:
         with self._lock:
             self.feed.end()
         self._meter = None
         self.world = ""
         if self._is_beside:
             self._hold, self._is_beside = Hold(), False
-        self._hold.reset()
-        self._hold.activity = Activity.IDLE
+        self._hold.reset(Activity.IDLE)
         self.draw()
         self._request_waiting()
 
@@ -336,20 +341,11 @@ class Control(Observer):
             if each is not None and each._hold is self._hold:
                 each.draw(figures=figures)
 
-    def report(self, error: BaseException) -> None:
-        """Tell an error of a callback or of a view; views show it."""
-        self._views.report(error)
-
     # -- what views ask ------------------------------------------------------------------------
 
     @property
     def _activity(self) -> Activity:
         return self._hold.activity
-
-    @property
-    def _trains_in_cell(self) -> bool:
-        """Whether a cell trains the model, be it paused."""
-        return self._activity is not Activity.IDLE and self._playing is None
 
     def ask(self, field: str, text: str) -> None:
         self._views.errors.clear()
@@ -414,7 +410,7 @@ class Control(Observer):
 
     def undo(self) -> None:
         """Give the workload back as it was; while a cell trains it, take every setting off."""
-        if self._trains_in_cell:
+        if self._activity is not Activity.IDLE and self._playing is None:  # a cell trains, be it paused
             self.ask_plan(Plan())
             return
         if self._playing is not None:
@@ -511,25 +507,27 @@ class Control(Observer):
         if self._playing is not None or Can.RUN not in self.can():
             return
         self._stop_predicting()
-        session = self._attached()
-        device = device_for(workload.device, self.capacity_bytes)
-        meter = Meter(workload.model, session.workload.optimizers, device)
-        steps = measured_steps(workload, session, meter, self._following(session, meter), keep=keep)
+        steps = self._measured_steps(workload, self._attached(), keep=keep)
         self._playing = self.stage.play(steps, self._run_ended)
 
-    @contextmanager
-    def _following(self, session: Session, meter: Meter) -> Iterator[Callable[[], None]]:
-        self._watch(session, meter, Activity.MEASURING)
-        try:
-            yield self.stepped
-        finally:
-            self._rest()
+    def _measured_steps(self, workload: Workload, session: Session, *, keep: bool) -> Iterator[float]:
+        """Steps as of `steps_of`, measured and rescued as those of a cell."""
+        with self._measured(session) as meter, ExitStack() as undo:
+            if session.rescuer is None:
+                session.accept(Rescuer(capacity_bytes=meter.device.capacity_bytes))
+                undo.callback(session.dismiss)
+            self._watch(session, meter, Activity.MEASURING)
+            undo.callback(self.training_ended)
+            # last in, first out: what the steps changed is put back while everything else still stands
+            for loss in undo.enter_context(closing(steps_of(workload, session, keep=keep))):
+                self.stepped()
+                yield loss
 
     def _run_ended(self, error: BaseException | None) -> None:
         self._playing = None
         self._hold.activity = Activity.IDLE
         if error is not None:
-            self.report(error)
+            self._views.report(error)
         self.draw()
         self._request_waiting()
         self._predict_on()
@@ -584,16 +582,17 @@ class Control(Observer):
             if self._pace.is_due():
                 self.draw(figures=False)
             yield
-        if then_choose and self._budget_bytes is None:
+        if not then_choose:
+            return
+        if self._budget_bytes is None:
             raise MemlabError("find a plan: set a budget first")
-        if then_choose and self._budget_bytes is not None:
-            self.ask_plan(self._live_predictions.fastest_within(self._budget_bytes))
+        self.ask_plan(self._live_predictions.fastest_within(self._budget_bytes))
 
     def _predictions_ended(self, error: BaseException | None) -> None:
         was_stopped, self._predicting, self._doing = self._predicting is None, None, ""
         if error is not None:
             self._is_predictable = not isinstance(error, TraceError)
-            self.report(error)
+            self._views.report(error)
         elif not was_stopped and not self._live_predictions.is_complete:
             # a cell came in between: the rest is predicted when it has ended
             self.predict()
@@ -604,7 +603,7 @@ class Control(Observer):
         try:
             self._draw_all(figures=self._activity not in _RUNNING)
         except Exception as error:  # noqa: BLE001 - whoever asks is a widget's callback, which swallows errors
-            self.report(error)
+            self._views.report(error)
 
     def _when_idle(self, work: Callable[[], None]) -> None:
         """Do something as soon as no cell runs, and tell what goes wrong."""
@@ -614,7 +613,7 @@ class Control(Observer):
                 work()
             except MemlabError as error:
                 self._pending_changes.target = None
-                self.report(error)
+                self._views.report(error)
                 self.draw()
 
         self.stage.when_idle(told)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch import nn
 
 from memlab.errors import MemlabError, WorkloadError
 from memlab.measuring.runs import replayed, require_complete, training_step
-from memlab.measuring.steps import Meter
 from memlab.plan import Plan
-from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.batch import Batch
 from memlab.runtime.loop_mode import resumed
 from memlab.runtime.workload import Workload
@@ -114,35 +111,6 @@ class LiveModel:
             return
         self.batch = self.loss_fn = self.tape = None
         self._gone()
-
-
-def measured_steps(
-    workload: Workload,
-    session: Session,
-    meter: Meter,
-    following: AbstractContextManager[Callable[[], None]],
-    *,
-    keep: bool,
-) -> Iterator[float]:
-    """Steps as of `steps_of`, measured and rescued as those of a cell.
-
-    The meter and its device are closed in the end; `following` stands around the steps, and what it gives is called
-    after each.
-    """
-    with ExitStack() as undo:
-        undo.callback(meter.device.close)
-        undo.callback(meter.close)
-        session.observers.add(meter)
-        undo.callback(session.observers.remove, meter)
-        meter.plan_changed(session.plan)
-        if session.rescuer is None:
-            session.accept(Rescuer(capacity_bytes=meter.device.capacity_bytes))
-            undo.callback(session.dismiss)
-        stepped = undo.enter_context(following)
-        # last in, first out: what the steps changed is put back while everything else still stands
-        for loss in undo.enter_context(closing(steps_of(workload, session, keep=keep))):
-            stepped()
-            yield loss
 
 
 def steps_of(workload: Workload, session: Session, *, keep: bool) -> Generator[float]:

@@ -14,9 +14,9 @@ import shlex
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NoReturn
 
 from memlab.errors import PlanError, SessionError
@@ -47,7 +47,8 @@ class Replay:
         self._record = record
         self._clock = clock
         self._points = _points_of(record)
-        self._changes = record.changes or tuple(_changes_in(self._points))
+        by_plan = groupby(self._points, key=lambda point: point.plan)
+        self._changes = record.changes or tuple(Change(next(points).step, plan) for plan, points in by_plan)
         predictions: dict[str, Prediction] = {}
         for each in (*record.comparison.predictions, *record.predictions):
             predictions.setdefault(each.plan, each)
@@ -353,12 +354,6 @@ def _points_of(record: RunRecord) -> tuple[LivePoint, ...]:
     return track.points
 
 
-def _changes_in(points: Iterable[LivePoint]) -> Iterator[Change]:
-    """Yield the changes of the plan that points show."""
-    for plan, group in groupby(points, key=lambda point: point.plan):
-        yield Change(next(group).step, plan)
-
-
 def _times_of(points: Sequence[LivePoint]) -> tuple[float, ...]:
     """Return when each point comes while it is played: as far apart as in the run, times one factor."""
     took, step = [], points[0].step - 1 if points else 0
@@ -370,11 +365,7 @@ def _times_of(points: Sequence[LivePoint]) -> tuple[float, ...]:
     if not whole:
         took, whole = [1.0] * len(points), float(len(points))
     playing = min(_LONGEST_SECONDS, max(_SHORTEST_SECONDS, whole / _FASTER))
-    times, passed = [], 0.0
-    for seconds in took:
-        passed += seconds / whole * playing
-        times.append(passed)
-    return tuple(times)
+    return tuple(accumulate(seconds / whole * playing for seconds in took))
 
 
 # -- plans and words ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from enum import Flag, auto
 from typing import Protocol
 
-from memlab.plan import Plan
 from memlab.records.live_state import Moment
 
 
@@ -40,9 +39,6 @@ class Source(Protocol):
 
     def ask(self, field: str, text: str) -> None:
         """Ask for one setting: a field of `plan.FIELDS`, and a text its `parse` reads."""
-
-    def ask_plan(self, plan: Plan) -> None:
-        """Ask for a whole plan."""
 
     def set_budget(self, budget_bytes: int | None) -> None:
         """Move the budget line."""

@@ -97,9 +97,10 @@ class Hold:
         self.is_cancelled = True
         self._go.set()
 
-    def reset(self) -> None:
+    def reset(self, activity: Activity) -> None:
         self.is_cancelled = False
         self._go.set()
+        self.activity = activity
 
     def wait(self) -> None:
         """Stand still until released or cancelled."""

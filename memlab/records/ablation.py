@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from memlab.errors import MemlabError
 from memlab.plan import FIELDS, Plan, PlanField
-from memlab.records import Measurement, Prediction, ratio
+from memlab.records import Measurement, Prediction, Profile, ratio
 from memlab.records.comparison import NO_GAIN, speed_ratio, where_the_peak_is
 from memlab.records.measurement import Shown
 from memlab.units import format_bytes
@@ -138,23 +138,15 @@ class Ablation(Shown):
         return profile.tokens_per_second if self.counts_tokens else profile.samples_per_second
 
     def _step(self, row: AblationRow, before: AblationRow | None, notes: tuple[str, ...]) -> Step:
-        first = self.first
+        memory_before, speed_before = _ratios(row, before)
         # where the first rows ran out of memory, the first one that ran has nothing before it either
-        against = None if row is first else first
+        memory_first, speed_first = _ratios(row, None if row is self.first else self.first)
         is_first_to_fit = row is self.fitting
         verdict = _verdict(row, before, notes)
         if is_first_to_fit and self.budget_bytes is not None and row.ran is not None:
             spare = format_bytes(self.budget_bytes - row.ran.needed_bytes)
             verdict = f"fits {format_bytes(self.budget_bytes)}, {spare} to spare; {verdict}"
-        return Step(
-            row,
-            _memory_ratio(row, before),
-            _memory_ratio(row, against),
-            _speed_ratio(row, before),
-            _speed_ratio(row, against),
-            is_first_to_fit,
-            verdict,
-        )
+        return Step(row, memory_before, memory_first, speed_before, speed_first, is_first_to_fit, verdict)
 
 
 def helps(before: AblationRow, after: AblationRow) -> bool:
@@ -209,19 +201,15 @@ def _setting_words(spec: PlanField, before: Plan, after: Plan) -> str:
     return f"{spec.title}: {spec.names.get(text, text)}" + (f" instead of {instead}" if instead else "")
 
 
-def _memory_ratio(row: AblationRow, other: AblationRow | None) -> float:
+def _ratios(row: AblationRow, other: AblationRow | None) -> tuple[float, float]:
+    """Return peak and throughput as shares of another row's."""
     if other is None or row.ran is None or other.ran is None:
-        return math.nan
-    return ratio(row.ran.peak_allocated_bytes, other.ran.peak_allocated_bytes)
+        return math.nan, math.nan
+    memory = ratio(row.ran.peak_allocated_bytes, other.ran.peak_allocated_bytes)
+    return memory, speed_ratio(row.ran, other.ran)
 
 
-def _speed_ratio(row: AblationRow, other: AblationRow | None) -> float:
-    if other is None or row.ran is None or other.ran is None:
-        return math.nan
-    return speed_ratio(row.ran, other.ran)
-
-
-def _needs_less(before: Measurement, after: Measurement) -> bool:
+def _needs_less(before: Profile, after: Profile) -> bool:
     return after.peak_allocated_bytes <= before.peak_allocated_bytes * (1 - NO_GAIN)
 
 
@@ -238,7 +226,7 @@ def _is_predicted_to_help(before: AblationRow, after: AblationRow) -> bool:
     """Return whether the second of two rows that ran out of memory is predicted to need less."""
     if before.prediction is None or after.prediction is None:
         return True
-    return after.prediction.peak_allocated_bytes <= before.prediction.peak_allocated_bytes * (1 - NO_GAIN)
+    return _needs_less(before.prediction, after.prediction)
 
 
 def _verdict(row: AblationRow, before: AblationRow | None, notes: tuple[str, ...]) -> str:
@@ -258,4 +246,4 @@ def _gain_words(row: AblationRow, before: AblationRow | None) -> str:
         return ""
     if row.kept:
         return "no less memory, but faster"
-    return "no gain, and more memory" if _memory_ratio(row, before) > 1 + NO_GAIN else "no gain"
+    return "no gain, and more memory" if _ratios(row, before)[0] > 1 + NO_GAIN else "no gain"

@@ -31,7 +31,7 @@ FORMAT = 2
 _MOST_STEPS = 2000
 _WHAT_TO_DO = "expected a file that %memfit record or RunRecord.save wrote"
 _LARGEST = 2**63
-_NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return next(name for name, other in _NO_NUMBERS.items() if str(other) == str(value))
+        return json.dumps(value)
     return value
 
 
@@ -163,8 +163,8 @@ def _read(expected: Any, value: Any, where: str) -> Any:
         return _record(expected, value, where)
     if isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Mapping):
         return {name: _read(parts[1], each, f"{where}.{name}") for name, each in value.items()}
-    if expected is float and isinstance(value, str) and value in _NO_NUMBERS:
-        return _NO_NUMBERS[value]
+    if expected is float and value in _NO_NUMBERS:
+        return float(value)
     if origin is None and _fits(expected, value):
         return expected(value)
     raise ValueError(f"{where} is {json.dumps(value)[:60]}")

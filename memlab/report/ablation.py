@@ -101,7 +101,8 @@ def _keys(ablation: Ablation) -> tuple[str, ...]:
         (f"first: {first.label}, the first row that ran", first is not ablation.rows[0]),
         ("predicted speeds are scaled by the first row that ran", any(_has_time(step) for step in ablation.steps)),
     )
-    return ("; ".join(line for line, wanted in lines if wanted),) if any(wanted for _, wanted in lines) else ()
+    said = [line for line, is_said in lines if is_said]
+    return ("; ".join(said),) if said else ()
 
 
 def _batch_words(measurement: Measurement) -> str:

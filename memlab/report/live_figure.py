@@ -8,7 +8,6 @@ mark of its change, at its bar and at its mark in the map.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -33,11 +32,10 @@ from memlab.report.live_sheet import (
     TIMES,
     UPPER,
     Sheet,
-    inside_scale,
     sheet_of,
     shortened,
 )
-from memlab.report.pareto import Chart, axis_names
+from memlab.report.pareto import SPEED_NAME, Chart
 from memlab.report.segments import BUDGET, NEUTRAL_INK, finite, scale
 from memlab.units import format_bytes
 
@@ -52,16 +50,8 @@ _CLEAR = "rgba(0,0,0,0)"
 _NICE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0)
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure as plain values: traces and layout, as plotly takes them."""
-
-    traces: tuple[dict[str, Any], ...]
-    layout: dict[str, Any]
-
-
-def drawing(moment: Moment, known: Chart | None = None) -> Drawing:
-    """Reduce a moment to traces and a layout; a figure's arguments are the same.
+def drawing(moment: Moment, known: Chart | None = None) -> dict[str, Any]:
+    """Reduce a moment to `traces` and a `layout`, as plotly takes them.
 
     Args:
         moment: what is drawn.
@@ -70,8 +60,8 @@ def drawing(moment: Moment, known: Chart | None = None) -> Drawing:
     """
     sheet = sheet_of(moment)
     mapped = with_trials(known or predicted(moment), moment)
-    traces = (*memory_traces(moment, sheet), *speed_traces(sheet), *map_traces(mapped, moment.plan.label))
-    return Drawing(traces, _layout(moment, sheet, mapped))
+    traces = [*memory_traces(moment, sheet), *speed_traces(sheet), *map_traces(mapped, moment.plan.label)]
+    return {"traces": traces, "layout": _layout(moment, sheet, mapped)}
 
 
 def _layout(moment: Moment, sheet: Sheet, mapped: Chart) -> dict[str, Any]:
@@ -98,10 +88,8 @@ def _layout(moment: Moment, sheet: Sheet, mapped: Chart) -> dict[str, Any]:
 
 def _axes(sheet: Sheet, mapped: Chart, top: float) -> dict[str, Any]:
     unit, name = scale(mapped.most_bytes)
-    memory, throughput = axis_names(mapped)
     fastest = max((each.per_second * (1 + finite(each.measurement.spread)) for each in sheet.settings), default=0)
     slots = max(4, len(sheet.settings))
-    seconds = inside_scale(sheet)[1]
     is_mapped = bool(mapped.points or mapped.trials)
     # of a few steps, every one has its tick; of more, plotly chooses
     ticks = "linear" if sheet.stacks and sheet.stacks[-1][0] - sheet.stacks[0][0] < 8 else "auto"
@@ -112,12 +100,12 @@ def _axes(sheet: Sheet, mapped: Chart, top: float) -> dict[str, Any]:
         "xaxis": _axis("step", "y", LEFT, tickmode=ticks, dtick=1, tickformat=",.0f", showticklabels=bool(sheet.stacks),
                        autorangeoptions={"minallowed": first, "maxallowed": last}, **time),
         "yaxis": _axis(f"peak memory of a step, {sheet.name}", "x", UPPER, range=[0, top], showticklabels=bool(sheet.stacks)),
-        "xaxis2": _axis(f"time in the step, {seconds}", "y2", RIGHT, showticklabels=sheet.shown is not None, **time),
+        "xaxis2": _axis(f"time in the step, {sheet.seconds_name}", "y2", RIGHT, showticklabels=sheet.shown is not None, **time),
         "yaxis2": _axis(f"memory allocated, {sheet.name}", "x2", UPPER, range=[0, top], showticklabels=sheet.shown is not None),
-        "xaxis3": _axis(throughput, "y3", LEFT, range=[0, _roomy(fastest)], showticklabels=bool(sheet.settings)),
+        "xaxis3": _axis(SPEED_NAME, "y3", LEFT, range=[0, _roomy(fastest)], showticklabels=bool(sheet.settings)),
         "yaxis3": _axis("", "x3", LOWER, range=[slots - 0.5, -0.75], showticklabels=False, **time),
-        "xaxis4": _axis(f"{memory}, {name}", "y4", RIGHT, range=[0, _roomy(mapped.most_bytes / unit)], showticklabels=is_mapped),
-        "yaxis4": _axis(throughput, "x4", LOWER, range=[0, _roomy(mapped.most_per_second)], showticklabels=is_mapped),
+        "xaxis4": _axis(f"{mapped.memory_name}, {name}", "y4", RIGHT, range=[0, _roomy(mapped.most_bytes / unit)], showticklabels=is_mapped),
+        "yaxis4": _axis(SPEED_NAME, "x4", LOWER, range=[0, _roomy(mapped.most_per_second)], showticklabels=is_mapped),
     }  # fmt: skip
 
 

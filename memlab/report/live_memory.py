@@ -9,7 +9,7 @@ from typing import Any
 
 from memlab.records import Phase
 from memlab.records.live_state import Change, Moment
-from memlab.report.live_sheet import INSIDE, TIMES, Sheet, inside_points, inside_scale, longest_seconds
+from memlab.report.live_sheet import INSIDE, TIMES, Sheet
 from memlab.report.segments import CATEGORIES, NEUTRAL_INK, stretches, swatch
 from memlab.report.wording import flags
 
@@ -27,19 +27,21 @@ def memory_traces(moment: Moment, sheet: Sheet) -> list[dict[str, Any]]:
 
 def _times(sheet: Sheet) -> list[dict[str, Any]]:
     steps = _widened([step for step, _ in sheet.stacks])
-    stacks = _widened([parts for _, parts in sheet.stacks], by=None)
+    stacks = _to_the_edges([parts for _, parts in sheet.stacks])
     return [
         _layer(category, steps, stacks, sheet, said="step %{x:.0f}", axes=TIMES, shape="hvh", group="steps")
         for category in CATEGORIES
     ]
 
 
-def _widened(values: Sequence[Any], by: float | None = 0.49) -> list[Any]:
+def _widened(steps: Sequence[int]) -> list[float]:
     """Half a step more at both ends, so that the first and the last step are as wide as the others."""
-    if not values:
-        return []
-    first, last = (values[0], values[-1]) if by is None else (values[0] - by, values[-1] + by)
-    return [first, *values, last]
+    return [steps[0] - 0.49, *steps, steps[-1] + 0.49] if steps else []
+
+
+def _to_the_edges(values: Sequence[Any]) -> list[Any]:
+    """What is drawn at widened steps."""
+    return [*values[:1], *values, *values[-1:]]
 
 
 def _layer(
@@ -64,7 +66,7 @@ def _is_named(category: str, sheet: Sheet, axes: tuple[str, ...]) -> bool:
     over_time = any(parts.get(category) for _, parts in sheet.stacks)
     if axes is TIMES:
         return over_time
-    return not over_time and any(point.live_bytes.get(category) for point in inside_points(sheet))
+    return not over_time and any(point.live_bytes.get(category) for point in sheet.points)
 
 
 def _digits(unit: int) -> str:
@@ -87,7 +89,7 @@ def _peaks(moment: Moment, sheet: Sheet) -> dict[str, Any]:
     sizes = [round(size / sheet.unit, 4) for _, size in measured]
     return {
         "type": "scatter", "name": "measured peak", "mode": "lines", "xaxis": "x", "yaxis": "y",
-        "x": _widened([step for step, _ in measured]), "y": _widened(sizes, by=0),
+        "x": _widened([step for step, _ in measured]), "y": _to_the_edges(sizes),
         "line": {"color": NEUTRAL_INK, "width": 2, "shape": "hvh"}, "showlegend": bool(measured),
         "hovertemplate": f"step %{{x:.0f}}: peak %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>",
     }  # fmt: skip
@@ -97,10 +99,9 @@ def _peaks(moment: Moment, sheet: Sheet) -> dict[str, Any]:
 
 
 def _inside(sheet: Sheet) -> list[dict[str, Any]]:
-    points, (factor, unit) = inside_points(sheet), inside_scale(sheet)
-    times = [round(point.seconds * factor, 4) for point in points]
-    said = f"%{{x:.4~r}} {unit} into the step"
-    live = [point.live_bytes for point in points]
+    times = [round(point.seconds * sheet.seconds_factor, 4) for point in sheet.points]
+    said = f"%{{x:.4~r}} {sheet.seconds_name} into the step"
+    live = [point.live_bytes for point in sheet.points]
     return [
         _layer(category, times, live, sheet, said=said, axes=INSIDE, shape="hv", group="step")
         for category in CATEGORIES
@@ -109,10 +110,9 @@ def _inside(sheet: Sheet) -> list[dict[str, Any]]:
 
 def _outline(sheet: Sheet) -> dict[str, Any]:
     points = sheet.before.timeline if sheet.before else ()
-    factor, _ = inside_scale(sheet)
     return {
         "type": "scatter", "name": "the setting before", "mode": "lines", "xaxis": "x2", "yaxis": "y2",
-        "x": [round(point.seconds * factor, 4) for point in points],
+        "x": [round(point.seconds * sheet.seconds_factor, 4) for point in points],
         "y": [round(point.total_bytes / sheet.unit, 4) for point in points],
         "line": {"color": NEUTRAL_INK, "dash": "dash", "width": 1.6, "shape": "hv"},
         "hovertemplate": f"before: %{{y{_digits(sheet.unit)}}} {sheet.name}<extra></extra>", "showlegend": bool(points),
@@ -124,25 +124,24 @@ def _outline(sheet: Sheet) -> dict[str, Any]:
 
 def phase_shapes(sheet: Sheet) -> list[dict[str, Any]]:
     """The phases of a step as pale stretches behind it."""
-    points, (factor, _) = inside_points(sheet), inside_scale(sheet)
+    factor = sheet.seconds_factor
     return [
         {
             "type": "rect", **_STEP, "y0": 0, "y1": 1, "layer": "below", "line": {"width": 0},
             "x0": stretch.start_seconds * factor, "x1": stretch.stop_seconds * factor,
             "fillcolor": f"rgba(128,128,128,{_PHASE_SHADES[stretch.phase]})",
         }
-        for stretch in stretches(points)
+        for stretch in stretches(sheet.points)
     ]  # fmt: skip
 
 
 def phase_names(sheet: Sheet) -> list[dict[str, Any]]:
     """The names of the phases at the top, where there is room for them."""
-    points, (factor, _) = inside_points(sheet), inside_scale(sheet)
-    wide = longest_seconds(sheet) * _LEAST_SHARE
+    wide = sheet.longest_seconds * _LEAST_SHARE
     return [
         {"text": str(each.phase), **_STEP, "y": 1, "yanchor": "top", "showarrow": False, "font": {"size": 11},
-         "x": (each.start_seconds + each.stop_seconds) / 2 * factor}
-        for each in stretches(points) if each.phase is not Phase.OTHER and each.stop_seconds - each.start_seconds > wide
+         "x": (each.start_seconds + each.stop_seconds) / 2 * sheet.seconds_factor}
+        for each in stretches(sheet.points) if each.phase is not Phase.OTHER and each.stop_seconds - each.start_seconds > wide
     ]  # fmt: skip
 
 

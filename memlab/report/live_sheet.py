@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memlab.records import Measurement, TimelinePoint
@@ -43,6 +43,10 @@ class Sheet:
     settings: tuple[Setting, ...]  # those that are drawn as bars, in the order in which they were first tried
     shown: Measurement | None  # the setting whose step is drawn, and `before`, the one that was in force before it
     before: Measurement | None
+    points: tuple[TimelinePoint, ...]  # the timeline of that step; empty before one was observed
+    longest_seconds: float  # how long the longer one of the two steps took; 0 before one was observed
+    seconds_factor: float  # what to multiply seconds within a step with, and the unit that it gives
+    seconds_name: str
     stacks: tuple[tuple[int, Mapping[str, int]], ...]  # bytes by category of every step that was observed
     unit: int  # of memory over time, with its `name`
     name: str
@@ -55,13 +59,20 @@ def sheet_of(moment: Moment) -> Sheet:
     shown, before = _shown(moment)
     stacks = tuple((point.step, _parts(point)) for point in moment.points if point.live_bytes or point.peak_bytes)
     sizes = [sum(parts.values()) for _, parts in stacks]
-    sizes += [point.total_bytes for each in (shown, before) if each for point in each.timeline]
+    timelines = [each.timeline for each in (shown, before) if each]
+    sizes += [point.total_bytes for timeline in timelines for point in timeline]
+    longest_seconds = max((timeline[-1].seconds for timeline in timelines), default=0)
     most_bytes = max(sizes, default=0)
     budget_bytes = moment.budget_bytes
     if budget_bytes and (not most_bytes or budget_bytes <= most_bytes * _FARTHEST_BUDGET):
         most_bytes = max(most_bytes, budget_bytes)
     unit, name = scale(most_bytes)
-    return Sheet(_settings(moment), shown, before, stacks, unit, name, most_bytes, budget_bytes)
+    factor, seconds_name = time_scale(longest_seconds)
+    return Sheet(
+        settings=_settings(moment), shown=shown, before=before, points=shown.timeline if shown else (),
+        longest_seconds=longest_seconds, seconds_factor=factor, seconds_name=seconds_name,
+        stacks=stacks, unit=unit, name=name, most_bytes=most_bytes, budget_bytes=budget_bytes,
+    )  # fmt: skip
 
 
 def _parts(point: LivePoint) -> Mapping[str, int]:
@@ -97,21 +108,6 @@ def _shown(moment: Moment) -> tuple[Measurement | None, Measurement | None]:
     latest = len(order) - 1 - order[::-1].index(shown)
     before = next((plan for plan in reversed(order[:latest]) if plan != shown), None)
     return observed[shown], observed[before] if before else None
-
-
-def inside_points(sheet: Sheet) -> Sequence[TimelinePoint]:
-    """Return the timeline of the step that is drawn; empty before one was observed."""
-    return sheet.shown.timeline if sheet.shown else ()
-
-
-def inside_scale(sheet: Sheet) -> tuple[float, str]:
-    """Return the factor for seconds within a step, and the unit that it gives."""
-    return time_scale(longest_seconds(sheet))
-
-
-def longest_seconds(sheet: Sheet) -> float:
-    """Return how long the longer one of the two steps took; 0 before one was observed."""
-    return max((each.timeline[-1].seconds for each in (sheet.shown, sheet.before) if each), default=0)
 
 
 def shortened(plan: str, most_characters: int) -> str:

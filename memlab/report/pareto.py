@@ -15,10 +15,10 @@ from memlab.units import format_bytes
 
 # more marks than this make a cloud: the front and a sample of the others are drawn
 MOST_POINTS = 200
+# what the vertical axis counts
+SPEED_NAME = "throughput, samples/s"
 # how far above the fastest plan an interval may reach in the picture
 _MOST_OF_INTERVAL = 1.4
-# a front of more plans than this is not labelled plan by plan
-_MOST_LABELS = 5
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,7 @@ def _point(prediction: Prediction, budget_bytes: int | None, on_front: set[str])
 
 
 def _trial(measurement: Measurement, predicted: Point | None, found: str) -> Trial:
-    reserved = measurement.peak_reserved_bytes
-    needed_bytes = measurement.peak_allocated_bytes if reserved is None else reserved
+    needed_bytes = measurement.needed_bytes
     ran_out = not measurement.step_seconds
     said = "ran out of memory" if ran_out else f"measured {format_bytes(needed_bytes)}, {speed(measurement)} samples/s"
     per_second = finite(measurement.samples_per_second)
@@ -187,12 +186,7 @@ def _labelled(front: Sequence[Point], budget_bytes: int | None, found: str) -> t
     fitting = [point for point in front if budget_bytes is None or point.look is LOOKS[Fit.YES]]
     best = found or (fitting[-1].plan if fitting else "")
     ends = [point.plan for point in (*front[:1], *front[-1:])]
-    return tuple(dict.fromkeys(plan for plan in ("as written", best, *ends) if plan))[:_MOST_LABELS]
-
-
-def axis_names(drawn: Chart) -> tuple[str, str]:
-    """Return what the axes count, without the unit of memory."""
-    return drawn.memory_name, "throughput, samples/s"
+    return tuple(dict.fromkeys(plan for plan in ("as written", best, *ends) if plan))
 
 
 def hover(point: Point | Trial) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from memlab.report import canvas
-from memlab.report.pareto import DRAWN_IN_ORDER, FOUND_RING, MEASURED, Chart, Point, PointLook, Trial, axis_names
+from memlab.report.pareto import DRAWN_IN_ORDER, FOUND_RING, MEASURED, SPEED_NAME, Chart, Point, PointLook, Trial
 from memlab.report.segments import scale
 from memlab.report.wording import flag_lines
 
@@ -27,11 +27,10 @@ def png(chart: Chart) -> bytes:
     canvas.plain(axes)
     axes.grid(visible=True, color=canvas.GRID, linewidth=0.8, linestyle="-")
     unit, name = scale(chart.most_bytes)
-    memory_name, speed_name = axis_names(chart)
     axes.set_xlim(0, chart.most_bytes / unit * 1.06)
     axes.set_ylim(0, chart.most_per_second * 1.12)
-    canvas.label_x(axes, f"{memory_name}, {name}")
-    axes.set_ylabel(speed_name, fontsize=9, color=canvas.FAINT, family=canvas.FONT, loc="top")
+    canvas.label_x(axes, f"{chart.memory_name}, {name}")
+    axes.set_ylabel(SPEED_NAME, fontsize=9, color=canvas.FAINT, family=canvas.FONT, loc="top")
     if chart.points:
         _draw(axes, chart, unit)
     else:

@@ -46,7 +46,6 @@ def _(record: Prediction) -> str:
     return f"{record.plan}: {record.refused}" if record.refused else text.breakdown(record)
 
 
-@singledispatch
 def html_of(record: Any) -> str | None:
     """Return a record as HTML; None where its text is all there is."""
     table = table_of(record)

@@ -162,8 +162,7 @@ def predictions_sentence(predictions: Sequence[Prediction], budget_bytes: int | 
     if ranking is None:
         return "No plan can be predicted."
     said, _, fits = counts(ranking.every, budget_bytes).partition(": ")
-    best = ranking.others[:1] if ranking.others else ()
-    named = [("", ranking.first), *(("best is ", each) for each in best)]
+    named = [("", ranking.first), *(("best is ", each) for each in ranking.others[:1])]
     needs = "; ".join(
         f"{before}{each.plan}{' with' if before else ' needs'} {format_bytes(each.needed_bytes)}"
         + (f" at {rate(speed_of(each))} samples per second" if speed_of(each) and each.samples_per_step else "")

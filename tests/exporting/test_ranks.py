@@ -120,7 +120,7 @@ def test_programs_weigh_rows_by_their_targets(tmp_path: Path, batches: list[dict
         plan = Plan.parse(f"{scale.plan} --accumulate {parts}".strip())
         # the engines of memlab's own ranks take whole batches; the program can do more
         object.__setattr__(scale, "plan", plan)
-        (tmp_path / f"{name}.py").write_text(to_ranks(scale, 2))
+        (tmp_path / f"{name}.py").write_text(to_ranks(scale.plan, scale, 2))
     (tmp_path / "several.py").write_text(SEVERAL)
     printed = run(tmp_path, "torch.distributed.run", "--nproc-per-node", "2", "several.py")
     found = dict(json.loads(line) for line in printed.splitlines() if line.startswith('["program'))

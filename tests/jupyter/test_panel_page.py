@@ -80,8 +80,8 @@ def test_a_moment_is_sent_as_one_message(live: PanelPage, sent: list[dict[str, A
     live.show_figure(at_step(3))
     (state,) = sent
     assert set(state) == {"figure"}
-    assert live.widget.figure["layout"] == drawing(at_step(3)).layout
-    assert live.widget.figure["traces"] == list(drawing(at_step(3)).traces)
+    assert live.widget.figure["layout"] == drawing(at_step(3))["layout"]
+    assert live.widget.figure["traces"] == drawing(at_step(3))["traces"]
 
 
 def test_coordinates_travel_as_bytes(live: PanelPage) -> None:
@@ -102,7 +102,7 @@ def test_a_page_that_comes_late_or_is_loaded_again_gets_the_figure_as_it_is(live
     """The state is all that a page draws from, so there is no update that it could miss."""
     live.show_figure(at_step(5))
     figure = live.widget.get_state()["figure"]
-    assert figure["layout"] == drawing(at_step(5)).layout
+    assert figure["layout"] == drawing(at_step(5))["layout"]
     assert coordinates(figure["traces"][0]["x"])[1:-1] == [1, 2, 3, 4, 5]
 
 
@@ -125,7 +125,7 @@ def test_plotly_is_the_version_that_is_asked_for() -> None:
 
 def test_a_zoom_of_the_reader_is_kept() -> None:
     """The page keeps what a reader has changed as long as this property stays the same."""
-    assert drawing(at_step(5)).layout["uirevision"] == drawing(at_step(6, budget_bytes=None)).layout["uirevision"]
+    assert drawing(at_step(5))["layout"]["uirevision"] == drawing(at_step(6, budget_bytes=None))["layout"]["uirevision"]
 
 
 def test_a_closed_figure_is_gone_and_stays_so(sent: list[dict[str, Any]]) -> None:
@@ -197,8 +197,8 @@ def test_several_threads_may_show_and_ask(live: PanelPage) -> None:
     thread.join()
     assert failed == []
     assert live.widget.figure == {
-        "traces": list(drawing(at_step(39)).traces),
-        "layout": drawing(at_step(39)).layout,
+        "traces": drawing(at_step(39))["traces"],
+        "layout": drawing(at_step(39))["layout"],
     }
 
 

@@ -728,6 +728,30 @@ def test_a_rescue_is_seen(workload: Workload) -> None:
         assert any("→" in event for event in control.moment().events)
 
 
+@pytest.mark.parametrize("runs_itself", [True, False])
+def test_a_plan_that_is_in_force_already_has_the_steps_and_what_it_keeps_elsewhere(runs_itself: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    batch = torch.randn(32, 64), torch.randn(32, 1)
+    workload = Workload(model, torch.optim.AdamW(model.parameters()), batch, mse_loss)
+    with fit(workload, "--offload optimizer") as session:
+        stage = Playing()
+        control = Control(workload.model, stage)
+        control.begin(workload)
+        if runs_itself:
+            control.run(keep=True)
+            for _ in range(4):
+                stage.played[-1].advance()
+        else:
+            with control.training():
+                for _ in range(4):
+                    step(workload)
+        (measured,) = control.moment().measurements
+        assert (measured.plan, measured.host_bytes) == ("--offload optimizer", session.host_bytes)
+        assert session.host_bytes
+        assert {point.plan for point in control.moment().points} == {"--offload optimizer"}
+        control.cancel()
+
+
 def test_a_loop_is_measured_without_a_cell(workload: Workload) -> None:
     control = Control(workload.model)
     control.begin(workload)

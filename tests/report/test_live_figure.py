@@ -12,7 +12,7 @@ from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.report import live_memory, live_settings
-from memlab.report.live_figure import BUDGET, NEUTRAL_INK, Drawing, drawing
+from memlab.report.live_figure import BUDGET, NEUTRAL_INK, drawing
 from memlab.report.segments import CATEGORIES, REST, swatch
 from memlab.report.wording import speed
 from memlab.units import GIB, MIB
@@ -38,24 +38,27 @@ RUN = replace(
 )
 
 
-def layers(drawn: Drawing, axis: str) -> dict[str, dict[str, Any]]:
-    return {trace["name"]: trace for trace in drawn.traces if "stackgroup" in trace and trace["xaxis"] == axis}
+Drawn = dict[str, Any]  # as plotly takes it
 
 
-def trace(drawn: Drawing, name: str) -> dict[str, Any]:
-    return next(each for each in drawn.traces if each.get("name") == name)
+def layers(drawn: Drawn, axis: str) -> dict[str, dict[str, Any]]:
+    return {trace["name"]: trace for trace in drawn["traces"] if "stackgroup" in trace and trace["xaxis"] == axis}
 
 
-def bars(drawn: Drawing) -> dict[str, Any]:
-    return next(each for each in drawn.traces if each["type"] == "bar")
+def trace(drawn: Drawn, name: str) -> dict[str, Any]:
+    return next(each for each in drawn["traces"] if each.get("name") == name)
 
 
-def bar_names(drawn: Drawing) -> list[str]:
-    return list(next(each for each in drawn.traces if each.get("mode") == "text")["text"])
+def bars(drawn: Drawn) -> dict[str, Any]:
+    return next(each for each in drawn["traces"] if each["type"] == "bar")
 
 
-def words(drawn: Drawing) -> list[str]:
-    return [note["text"] for note in drawn.layout["annotations"]]
+def bar_names(drawn: Drawn) -> list[str]:
+    return list(next(each for each in drawn["traces"] if each.get("mode") == "text")["text"])
+
+
+def words(drawn: Drawn) -> list[str]:
+    return [note["text"] for note in drawn["layout"]["annotations"]]
 
 
 def test_steps_are_stacked_up_to_their_peaks() -> None:
@@ -69,7 +72,7 @@ def test_steps_are_stacked_up_to_their_peaks() -> None:
     for name, each in stack.items():
         assert each["fillcolor"] == swatch(name).colour
         assert each["fillpattern"]["shape"] == swatch(name).pattern
-    assert drawn.layout["yaxis"]["title"]["text"] == "peak memory of a step, GiB"
+    assert drawn["layout"]["yaxis"]["title"]["text"] == "peak memory of a step, GiB"
 
 
 def test_the_first_and_the_last_step_are_as_wide_as_the_others() -> None:
@@ -92,9 +95,9 @@ def test_steps_that_were_not_observed_are_left_out() -> None:
 
 def test_every_change_has_a_line_and_a_name() -> None:
     drawn = drawing(RUN)
-    lines = [shape["x0"] for shape in drawn.layout["shapes"] if shape["xref"] == "x" and shape["type"] == "line"]
+    lines = [shape["x0"] for shape in drawn["layout"]["shapes"] if shape["xref"] == "x" and shape["type"] == "line"]
     assert lines == [10.5, 20.5]
-    names = {note["hovertext"]: note["text"] for note in drawn.layout["annotations"] if "hovertext" in note}
+    names = {note["hovertext"]: note["text"] for note in drawn["layout"]["annotations"] if "hovertext" in note}
     assert names == {
         "step 11: --accumulate 4": "<b>2</b> --accumulate 4",
         "step 21: --accumulate 4 --checkpoint": "<b>3</b> + checkpoint",
@@ -121,7 +124,7 @@ def test_the_step_in_force_with_the_outline_of_the_one_before() -> None:
     assert max(before["y"]) * GIB == pytest.approx(ACCUMULATED.peak_allocated_bytes, rel=1e-3)
     assert before["line"]["dash"] == "dash"
     assert "--accumulate 4 …; shaded: backward" in words(drawn)
-    assert drawn.layout["xaxis2"]["title"]["text"] == "time in the step, s"
+    assert drawn["layout"]["xaxis2"]["title"]["text"] == "time in the step, s"
 
 
 def test_back_to_an_earlier_setting_outlines_the_one_that_was_left() -> None:
@@ -137,7 +140,7 @@ def test_a_setting_without_a_timeline_leaves_the_newest_that_has_one() -> None:
 
 
 def test_both_memory_pictures_have_one_scale() -> None:
-    layout = drawing(RUN).layout
+    layout = drawing(RUN)["layout"]
     assert layout["yaxis"]["range"] == layout["yaxis2"]["range"]
     assert layout["yaxis"]["range"][1] > AS_WRITTEN.peak_allocated_bytes / GIB
 
@@ -145,13 +148,13 @@ def test_both_memory_pictures_have_one_scale() -> None:
 def test_the_unit_follows_the_data() -> None:
     point = LivePoint(1, "as written", 1.0, 8.0, 300 * MIB, {"parameters": 300 * MIB})
     drawn = drawing(replace(EMPTY, step=1, points=(point,)))
-    assert drawn.layout["yaxis"]["title"]["text"] == "peak memory of a step, MiB"
+    assert drawn["layout"]["yaxis"]["title"]["text"] == "peak memory of a step, MiB"
     assert layers(drawn, "x")[Category.PARAMETERS]["y"] == [300, 300, 300]
 
 
 def test_the_budget_is_a_line_in_three_pictures() -> None:
     drawn = drawing(RUN)
-    lines = [shape for shape in drawn.layout["shapes"] if shape.get("line", {}).get("color") == BUDGET]
+    lines = [shape for shape in drawn["layout"]["shapes"] if shape.get("line", {}).get("color") == BUDGET]
     assert [(line["xref"], line["yref"]) for line in lines] == [
         ("x domain", "y"), ("x2 domain", "y2"), ("x4", "y4 domain"),
     ]  # fmt: skip
@@ -161,7 +164,7 @@ def test_the_budget_is_a_line_in_three_pictures() -> None:
 
 def test_a_budget_far_above_is_written_not_drawn() -> None:
     drawn = drawing(replace(RUN, budget_bytes=80 * GIB))
-    assert drawn.layout["yaxis"]["range"][1] < 20
+    assert drawn["layout"]["yaxis"]["range"][1] < 20
     assert "dotted: the setting was changed; budget 80.00 GiB is far above" in words(drawn)
 
 
@@ -170,7 +173,7 @@ def test_bars_with_the_spread_of_the_steps() -> None:
     measured = bars(drawn)
     assert measured["x"] == pytest.approx([m.samples_per_second for m in RUN.measurements])
     assert measured["error_x"]["array"][0] == pytest.approx(AS_WRITTEN.samples_per_second * AS_WRITTEN.spread)
-    assert drawn.layout["xaxis3"]["title"]["text"] == "throughput, samples/s"
+    assert drawn["layout"]["xaxis3"]["title"]["text"] == "throughput, samples/s"
 
 
 def test_the_setting_in_force_is_known_without_colours() -> None:
@@ -205,7 +208,7 @@ def test_long_plans_are_shortened_at_a_flag_and_whole_on_hover() -> None:
 
 def test_the_map_of_settings_predicted_and_tried() -> None:
     drawn = drawing(RUN)
-    predicted = [each for each in drawn.traces if str(each.get("marker", {}).get("symbol")).endswith("-open")][:4]
+    predicted = [each for each in drawn["traces"] if str(each.get("marker", {}).get("symbol")).endswith("-open")][:4]
     known = [each for each in RUN.predictions if not each.refused]
     assert sum(len(each["x"]) for each in predicted) == len(known)
     tried = trace(drawn, "tried")
@@ -213,12 +216,12 @@ def test_the_map_of_settings_predicted_and_tried() -> None:
     assert tried["text"] == ["1", "2", "3"]
     assert tried["customdata"][1].startswith("2 · --accumulate 4: measured 5.05 GiB")
     assert trace(drawn, "in force")["x"] == [tried["x"][2]]
-    assert drawn.layout["xaxis4"]["title"]["text"] == "peak memory allocated, GiB"
+    assert drawn["layout"]["xaxis4"]["title"]["text"] == "peak memory allocated, GiB"
 
 
 def test_at_most_two_hundred_predictions_are_drawn() -> None:
     drawn = drawing(replace(RUN, predictions=tuple(samples.plan_space())))
-    maps = [each for each in drawn.traces if each["xaxis"] == "x4" and each["mode"] == "markers"]
+    maps = [each for each in drawn["traces"] if each["xaxis"] == "x4" and each["mode"] == "markers"]
     assert 150 < sum(len(each["x"]) for each in maps) <= 201
 
 
@@ -246,16 +249,16 @@ def test_the_same_traces_and_properties_for_every_moment(moment: Moment) -> None
                 for path in (paths(each, f"{under}{name}.") if isinstance(each, dict) else [f"{under}{name}"])]  # fmt: skip
 
     one, other = drawing(moment), drawing(RUN)
-    assert [paths(each) for each in one.traces] == [paths(each) for each in other.traces]
-    assert paths(one.layout) == paths(other.layout)
-    assert [(each["type"], each.get("name")) for each in one.traces] == [
-        (each["type"], each.get("name")) for each in other.traces
+    assert [paths(each) for each in one["traces"]] == [paths(each) for each in other["traces"]]
+    assert paths(one["layout"]) == paths(other["layout"])
+    assert [(each["type"], each.get("name")) for each in one["traces"]] == [
+        (each["type"], each.get("name")) for each in other["traces"]
     ]
 
 
 def test_every_category_is_in_the_legend_once() -> None:
     drawn = drawing(RUN)
-    named = [each["name"] for each in drawn.traces if "stackgroup" in each and each["showlegend"]]
+    named = [each["name"] for each in drawn["traces"] if "stackgroup" in each and each["showlegend"]]
     assert len(named) == len(set(named)) == 5
     alone = drawing(replace(RUN, points=()))
     assert any(each["showlegend"] for each in layers(alone, "x2").values())
@@ -270,7 +273,7 @@ def test_plans_cannot_inject_markup() -> None:
 
 def test_axes_stay_while_values_move_a_little() -> None:
     faster = tuple(replace(m, step_seconds=tuple(s * 0.999 for s in m.step_seconds)) for m in RUN.measurements)
-    one, other = drawing(RUN).layout, drawing(replace(RUN, measurements=faster)).layout
+    one, other = drawing(RUN)["layout"], drawing(replace(RUN, measurements=faster))["layout"]
     assert all(one[f"{axis}axis{n}"] == other[f"{axis}axis{n}"] for axis in "xy" for n in ("", 2, 3, 4))
 
 
@@ -278,8 +281,8 @@ def test_plotly_takes_it() -> None:
     graph_objects = pytest.importorskip("plotly.graph_objects")
     for moment in (EMPTY, RUN):
         values = drawing(moment)
-        drawn = graph_objects.Figure(list(values.traces), values.layout)
-        assert len(drawn.data) == len(values.traces)
+        drawn = graph_objects.Figure(list(values["traces"]), values["layout"])
+        assert len(drawn.data) == len(values["traces"])
         assert drawn.layout.paper_bgcolor == drawn.layout.plot_bgcolor == "rgba(0,0,0,0)"
 
 
