@@ -71,8 +71,7 @@ def measure(
         3.0
     """
     wanted = Plan.of(plan)
-    if steps < 1:
-        raise WorkloadError(f"steps={steps}: at least one step must be timed")
+    require_steps(steps)
     workloads = each_of(workload)
     counted_on = device or device_for(workloads[0].device)
     try:
@@ -96,7 +95,7 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
     before = [] if keep else [Snapshot(each) for each in workloads]
     try:
         with ExitStack() as rehearsals:
-            yield [rehearsals.enter_context(rehearsal(each, plan, keep=True)) for each in workloads]
+            yield [rehearsals.enter_context(_in_force(each, plan)) for each in workloads]
     finally:
         with uninterrupted():
             for snapshot in before:
@@ -104,27 +103,26 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
 
 
 @contextmanager
-def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator[Session]:
+def rehearsal(workload: Workload, plan: Plan) -> Iterator[Session]:
     """A plan in force, for steps that leave nothing behind: gradients dropped, train mode, nobody watching yet.
 
     Yields:
         The session; who is to watch the steps goes into its `observers`. Those before come back, and so does
         the plan before.
     """
-    require_complete(workload)
-    before = None if keep else Snapshot(workload)
-    try:
-        with loop_is_known(), _session_for(workload) as session:
-            workload.model.train()
-            for optimizer in workload.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            with session.observers.away():
-                session.switch(plan, now=True)
-                yield session
-    finally:
-        if before is not None:
-            with uninterrupted():
-                before.restore()
+    with _rehearsals([workload], plan, keep=False) as (session,):
+        yield session
+
+
+@contextmanager
+def _in_force(workload: Workload, plan: Plan) -> Iterator[Session]:
+    with loop_is_known(), _session_for(workload) as session:
+        workload.model.train()
+        for optimizer in workload.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        with session.observers.away():
+            session.switch(plan, now=True)
+            yield session
 
 
 def compare(
@@ -314,11 +312,6 @@ def _has_graph(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def loss_of(workload: Workload) -> torch.Tensor:
-    """The loss of a workload on its batch."""
-    return loss_in(workload, output_of(workload))
-
-
 def output_of(workload: Workload) -> Any:
     """Return what the model of a workload returns for its batch."""
     call = call_of(workload).copied
@@ -349,6 +342,12 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
             f"{workload.name} returned no loss: pass loss_fn=…, run a %%memfit cell of two steps or more, of which one is recorded, or put the labels into the batch"
         )
     return loss
+
+
+def require_steps(steps: int) -> None:
+    """Refuse to time no step."""
+    if steps < 1:
+        raise WorkloadError(f"steps={steps}: at least one step must be timed")
 
 
 def require_complete(workload: Workload, wanted: str = "measuring") -> None:
