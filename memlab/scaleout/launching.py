@@ -178,7 +178,7 @@ def _send(
         "random": random_states(workload.device),
     }  # fmt: skip
     (folder / JOB).write_text(json.dumps(asdict(job)))
-    (folder / PACKED).write_bytes(serialization.pack(what, apart))
+    (folder / PACKED).write_bytes(serialization.pack(what, apart.values()))
     tensors.store(apart, folder / SENT)
     (folder / DISK).mkdir()
 
