@@ -86,6 +86,12 @@ class InKernel(LiveEngine):
             self._begin(undo)
             self._undo = undo.pop_all()
 
+    @property
+    def _second(self) -> Replica:
+        """The model of an engine that has started."""
+        assert self._replica is not None
+        return self._replica
+
     def _require_one_device(self) -> None:
         tensors = [*self.workload.model.parameters(), *self.workload.model.buffers()]
         devices = sorted({str(tensor.device) for tensor in tensors})
@@ -148,15 +154,14 @@ class InKernel(LiveEngine):
 
     def _called(self, moment: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
         self._recover()
-        assert self._replica is not None
         assert self._techniques is not None
         call = chained([getattr(technique, moment) for technique in self._techniques.techniques], self._run)
-        self._replica.follow()
+        self._second.follow()
         with self._under_way():
             try:
                 output = call(*args, **kwargs)
             finally:
-                kept = self._replica.carry_back()
+                kept = self._second.carry_back()
         return output, kept
 
     @contextmanager

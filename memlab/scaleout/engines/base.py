@@ -180,8 +180,5 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not tensor.is_meta:
-        moved = tensor.detach().to(device)
-        return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-    empty = torch.empty_like(tensor, device=device)
-    return nn.Parameter(empty.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    made = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    return nn.Parameter(made.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made.detach()

@@ -5,6 +5,7 @@ Source: `torch.distributed.fsdp.fully_shard`, https://docs.pytorch.org/docs/stab
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,8 @@ class LiveFsdp2(InKernel):
                 )
 
     def _begin(self, undo: ExitStack) -> None:
-        assert self._replica is not None
-        shard(self._replica.model, self.device, offloads=self._offloads)
-        for name, parameter, sharded in self._replica.parameters():
+        shard(self._second.model, self.device, offloads=self._offloads)
+        for name, parameter, sharded in self._second.parameters():
             if not isinstance(sharded, DTensor):
                 raise RefusalError("scale", f"FSDP2 did not shard {name}", "train without --scale")
             self._show(parameter, sharded._local_tensor.detach())
@@ -87,14 +87,12 @@ class LiveFsdp2(InKernel):
                 undo.callback(on_gradient(sharded, _deliver_to(parameter)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._replica is not None
-        return _run(self._replica.model, *args, **kwargs)
+        return _run(self._second.model, *args, **kwargs)
 
     def step_ended(self) -> None:
         """The outermost module stays gathered after a forward; what the loop writes next must be gathered anew."""
         super().step_ended()
-        assert self._replica is not None
-        self._replica.model.reshard()  # type: ignore[operator] # FSDP's module has it
+        self._second.model.reshard()  # type: ignore[operator] # FSDP's module has it
 
     def give_back(self) -> None:
         # on the device a shard is a tensor of its own already, of the parameter's shape and layout
@@ -132,20 +130,13 @@ def shardable(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Blocks that share no parameter with the rest: what is tied has to be gathered together."""
     inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
     within = {id(part) for block in blocks for part in block.modules()}
-    outside = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in within
-        for parameter in module._parameters.values()
-    }
-    counts: dict[int, int] = {}
-    for owned in inside:
-        for parameter in owned:
-            counts[parameter] = counts.get(parameter, 0) + 1
+    others = (module for module in model.modules() if id(module) not in within)
+    counts = Counter(parameter for owned in inside for parameter in owned)
+    counts.update(id(parameter) for module in others for parameter in module._parameters.values())
     return [
         block
         for block, owned in zip(blocks, inside, strict=True)
-        if owned and not owned & outside and all(counts[parameter] == 1 for parameter in owned)
+        if owned and all(counts[parameter] == 1 for parameter in owned)
     ]
 
 
