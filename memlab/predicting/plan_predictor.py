@@ -309,8 +309,10 @@ class PlanPredictor:
         """Return the one pass in which micro-batches are replayed, or that was recorded, and what becomes of it."""
         settings = replace(of_model(plan), accumulation=plan.accumulation, batchnorm=plan.batchnorm)
         if settings not in self._replayed:
-            passes = self._tracer.passes_in_parts if self._tape is None else self._recorded_passes
-            first, trace = passes(settings)
+            if self._tape is None:
+                first, trace = self._tracer.passes_in_parts(settings)
+            else:
+                first, trace = self._tracer.passes_of_tape(settings, self._tape)
             rates = self.target.rates_under(settings)
             has_look = plan.accumulation > 1 or first.is_decided
             look = segment_of(first, rates) if has_look else None
@@ -320,10 +322,6 @@ class PlanPredictor:
                 _Passed([segment_of(trace, rates)], trace.host_bytes, trace.notes, look, base),
             )
         return self._replayed[settings]
-
-    def _recorded_passes(self, settings: Plan) -> tuple[Trace, Trace]:
-        assert self._tape is not None
-        return self._tracer.passes_of_tape(settings, self._tape)
 
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
         """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""

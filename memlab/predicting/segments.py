@@ -128,15 +128,15 @@ class TracedPass:
 
     Sizes of storages and work of operators are affine in the rows of a batch: a part that grows with them and one
     that does not.
-
-    Args:
-        rates: how fast the device works.
-        one: a trace.
-        rows: rows of its batch.
-        other: the pass with other rows, or None when it is wanted with `rows` only.
     """
 
-    def __init__(self, rates: Rates, one: Trace, rows: int, other: Resized | None = None) -> None:
+    def __init__(
+        self,
+        rates: Rates,  # how fast the device works
+        one: Trace,
+        rows: int,  # of its batch
+        other: Resized | None = None,  # the pass with other rows; None when it is wanted with `rows` only
+    ) -> None:
         self.trace = one
         self._rates = rates
         self._rows = rows
@@ -268,14 +268,9 @@ def _learn(known: dict[Any, Any], mine: Any, theirs: Any) -> None:
 def _with_insertions(
     events: Sequence[tuple[int, int, int, int]], hidden: Iterable[Hidden], factor: float, settled: Mapping[int, int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """A pass with what lives inside operators, and with gradients that are there already.
+    """A pass with what lives inside operators, each larger than traced by a factor, and with gradients that are there already.
 
-    Args:
-        events: of the pass.
-        hidden: temporaries inside operators; each gets a storage of its own.
-        factor: by which these are larger than they were traced.
-        settled: gradients that are added to those there and then freed, and before which event; empty when the
-            pass makes the gradients.
+    Gradients that are `settled` are added to those there and then freed, before the event that is named.
     """
     inserted: dict[int, list[tuple[int, int, int, int]]] = {}
     number = 0
