@@ -44,9 +44,8 @@ class Observation:
     raw: tuple[RawEvent, ...]  # births and deaths in order: seconds, bytes, number of the storage, moment
     assigned: Mapping[int, Category]  # what storages were said to be for, by number
     start: float  # when the step began, on the clock of `raw`
-    sums_bytes: int = (
-        0  # by how much sums of gradients that are no events, being in place where nobody watches, raised the peak
-    )
+    # by how much sums of gradients that are no events, being in place where nobody watches, raised the peak
+    sums_bytes: int = 0
     # number of the model that a storage is of, by the storage's number, where several models train
     owners: Mapping[int, int] = field(default_factory=dict)
 

@@ -159,8 +159,6 @@ class Passes:
 
 def without_budget(settings: Plan) -> Plan:
     """Settings whose pass is as good as theirs for all but what blocks keep, and is refused for no size."""
-    return (
-        settings
-        if settings.checkpointing.budget_bytes is None
-        else replace(settings, checkpointing=Checkpointing("full"))
-    )
+    if settings.checkpointing.budget_bytes is None:
+        return settings
+    return replace(settings, checkpointing=Checkpointing("full"))

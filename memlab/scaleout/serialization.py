@@ -17,6 +17,7 @@ from torch import nn
 
 from memlab.errors import ScaleError
 from memlab.extras import require
+from memlab.runtime.containers import ABSENT, content_of
 
 
 def pack(what: Mapping[str, Any], apart: Iterable[torch.Tensor] = ()) -> bytes:
@@ -84,17 +85,11 @@ def _variables_of(value: Any) -> dict[str, Any]:
     if code is None:
         return {}
     scope = getattr(value, "__globals__", {})
-    cells = dict(zip(code.co_freevars, getattr(value, "__closure__", None) or (), strict=False))
-    closed = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
-    return {name: scope[name] for name in code.co_names if name in scope} | closed
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - asking is what raises
-    except ValueError:
-        return False
-    return True
+    cells = zip(code.co_freevars, getattr(value, "__closure__", None) or (), strict=False)
+    closed = {name: content_of(cell) for name, cell in cells}
+    return {name: scope[name] for name in code.co_names if name in scope} | {
+        name: held for name, held in closed.items() if held is not ABSENT
+    }
 
 
 def _can_be_pickled(value: Any, apart: Collection[int]) -> bool:

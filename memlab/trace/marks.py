@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def marking(model: nn.Module, modules: Sequence[nn.Module], recorder: Recorder, 
             _watch(module, number, recorder, marks, undo)
         for number, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
-                settled = _settled(number, recorder, marks)
+                settled = partial(_settled, number, recorder, marks)
                 undo.callback(parameter.register_post_accumulate_grad_hook(settled).remove)  # type: ignore[no-untyped-call]
         yield
 
@@ -85,13 +86,10 @@ def _watch(module: nn.Module, number: int, recorder: Recorder, marks: list[Mark]
     undo.callback(module.register_forward_hook(after).remove)
 
 
-def _settled(number: int, recorder: Recorder, marks: list[Mark]) -> Callable[[torch.Tensor], None]:
-    def settled(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            (storage,) = recorder.numbers_of([parameter.grad]) or [0]
-            marks.append(Mark(recorder.events, MarkedEvents.SETTLED, number, storage))
-
-    return settled
+def _settled(number: int, recorder: Recorder, marks: list[Mark], parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        (storage,) = recorder.numbers_of([parameter.grad]) or [0]
+        marks.append(Mark(recorder.events, MarkedEvents.SETTLED, number, storage))
 
 
 class _Passed(torch.autograd.Function):

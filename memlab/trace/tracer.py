@@ -560,19 +560,15 @@ def _held(session: Session) -> Iterator[Holding]:
     return ((Category.PARAMETERS, tensor) for tensor in session.in_force.held_tensors)
 
 
-def _plain(output: Any) -> Any:
-    return dict(output) if isinstance(output, Mapping) else output
-
-
 def _large(output: Any) -> list[torch.Tensor]:
     """Tensors in an output that are computed, and not scalars."""
-    tensors = tensors_in(_plain(output))
+    tensors = tensors_in(output)
     return [t for t in tensors if not isinstance(t, LazyTensor) and not (t.numel() == 1 and t.dim() <= 1)]
 
 
 def _surrogate_loss(workload: Workload, output: Any) -> torch.Tensor:
     """A scalar that depends on every output of the model, computed with next to no memory."""
-    floats = [t for t in tensors_in(_plain(output)) if t.is_floating_point() and t.requires_grad]
+    floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if not floats:
         raise WorkloadError(
             f"{workload.name} returns nothing that depends on its parameters: there is nothing to train"

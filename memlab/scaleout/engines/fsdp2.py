@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class LiveFsdp2(InKernel):
                 raise RefusalError("scale", f"FSDP2 did not shard {name}", "train without --scale")
             self._show(parameter, sharded._local_tensor.detach())
             if sharded.requires_grad:
-                undo.callback(on_gradient(sharded, _deliver_to(parameter)))
+                undo.callback(on_gradient(sharded, partial(_deliver, parameter)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self._second.model, *args, **kwargs)
@@ -140,14 +141,11 @@ def shardable(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _deliver_to(parameter: nn.Parameter) -> Any:
-    def deliver(sharded: torch.Tensor) -> None:
-        assert isinstance(sharded.grad, DTensor)
-        gradient, sharded.grad = sharded.grad._local_tensor.detach(), None
-        with torch.no_grad():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    return deliver
+def _deliver(parameter: nn.Parameter, sharded: torch.Tensor) -> None:
+    assert isinstance(sharded.grad, DTensor)
+    gradient, sharded.grad = sharded.grad._local_tensor.detach(), None
+    with torch.no_grad():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _move_state(optimizer: Optimizer, device: torch.device) -> None:

@@ -122,7 +122,7 @@ class Zero(Engine):
     def _gradients_stay(self) -> Iterator[None]:
         """DeepSpeed's step does not finish them a second time."""
         self._engine.enable_backward_allreduce = False
-        self._zero.finalize_gradient_accumulation_boundary = _nothing
+        self._zero.finalize_gradient_accumulation_boundary = lambda: None
         try:
             yield
         finally:
@@ -196,7 +196,3 @@ class Zero(Engine):
 
     def stop(self) -> None:
         self._engine.destroy()
-
-
-def _nothing() -> None:
-    """Do nothing: it is done already."""
