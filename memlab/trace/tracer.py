@@ -42,7 +42,7 @@ from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.rows import flat, with_rows
-from memlab.trace.twin import Twin, live_tensors
+from memlab.trace.twin import Twin
 
 # optimizer state appears in the first step: the second one is like all that follow
 _STEPS = 2
@@ -400,7 +400,7 @@ class Tracer:
         a loop that a technique has to look at, and not memlab's own.
         """
         models = [twin.workload.model for twin in self.twins]
-        live = (tensor for each in self._live for tensor in live_tensors(each))
+        live = (tensor for each in self._live for _, tensor in parameters_of(each.model))
         recorder = Recorder(self._fakes, live, self._choices.hidden_bytes)
         gradients = [_GradientsBefore(each) for each in self._live]
         # globals, closures and classes that the twin's forward reaches are the user's

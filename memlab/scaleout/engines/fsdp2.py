@@ -79,8 +79,8 @@ class LiveFsdp2(InKernel):
                 )
 
     def _begin(self, undo: ExitStack) -> None:
-        shard(self._second.model, self.device, offloads=self._offloads)
-        for name, parameter, sharded in self._second.parameters():
+        shard(self._replica.model, self.device, offloads=self._offloads)
+        for name, parameter, sharded in self._replica.parameters():
             if not isinstance(sharded, DTensor):
                 raise RefusalError("scale", f"FSDP2 did not shard {name}", "train without --scale")
             self._show(parameter, sharded._local_tensor.detach())
@@ -88,12 +88,12 @@ class LiveFsdp2(InKernel):
                 undo.callback(on_gradient(sharded, partial(_deliver, parameter)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(self._second.model, *args, **kwargs)
+        return _run(self._replica.model, *args, **kwargs)
 
     def step_ended(self) -> None:
         """The outermost module stays gathered after a forward; what the loop writes next must be gathered anew."""
         super().step_ended()
-        self._second.model.reshard()  # type: ignore[operator] # FSDP's module has it
+        self._replica.model.reshard()  # type: ignore[operator] # FSDP's module has it
 
     def give_back(self) -> None:
         # on the device a shard is a tensor of its own already, of the parameter's shape and layout

@@ -125,7 +125,7 @@ class LiveZero(InKernel):
             self._engine = engine = self._made(optimizer, undo)
             undo.callback(self._destroy)
             self._optimizer = optimizer
-            known = {id(mine): (name, users) for name, users, mine in self._second.parameters()}
+            known = {id(mine): (name, users) for name, users, mine in self._replica.parameters()}
             self._pairs = [Pair(*known[id(place.parameter)], place) for place in engine.places]
             engine.give_state({id(p.place.parameter): optimizer.state.get(p.users, {}) for p in self._pairs})
             self._show_all()
@@ -133,7 +133,7 @@ class LiveZero(InKernel):
             self._undo.push(undo.pop_all())
 
     def _made(self, optimizer: Optimizer, undo: ExitStack) -> DeepSpeedEngine:
-        own = {id(users): mine for _, users, mine in self._second.parameters()}
+        own = {id(users): mine for _, users, mine in self._replica.parameters()}
         second = second_of(optimizer)
         for group in optimizer.param_groups:
             trained = [own[id(p)] for p in group["params"] if p.requires_grad]
@@ -147,7 +147,7 @@ class LiveZero(InKernel):
             one_rank.at_end(_forgetting())
             # linear layers: see `gathered`
             return DeepSpeedEngine(
-                self._second.model, second, self._stage, self.plan, self.device, Path(folder.name),
+                self._replica.model, second, self._stage, self.plan, self.device, Path(folder.name),
                 overlap_comm=False, memory_efficient_linear=False,
             )  # fmt: skip
 
@@ -160,7 +160,7 @@ class LiveZero(InKernel):
         return pair.in_flat(self._deepspeed.flats[pair.place.flat].detach())
 
     def _show_all(self) -> None:
-        for name, users, own in self._second.parameters():
+        for name, users, own in self._replica.parameters():
             data = self._shown(name, own)
             if data is not None:
                 self._show(users, data.view(users.shape))
@@ -195,7 +195,7 @@ class LiveZero(InKernel):
         assert optimizer is not None
         self._gradients = ShownGradients(self._deepspeed, self._pairs, self._stage, undo)
         if self._stage == 3:
-            self._gathered = Gathered(self._second.model, undo)
+            self._gathered = Gathered(self._replica.model, undo)
         undo.callback(optimizer.register_load_state_dict_post_hook(self._loaded).remove)
         if any(self._deepspeed.is_in_file(number) for number in range(len(self._deepspeed.flats))):
             undo.callback(optimizer.register_state_dict_pre_hook(_refuse_saving).remove)
@@ -299,7 +299,7 @@ class LiveZero(InKernel):
         with suppress(AttributeError):  # of an engine that was not complete
             self._engine.engine.destroy()
         if self._stage == 3:
-            _forget_modules(self._second.model)
+            _forget_modules(self._replica.model)
         self._engine = self._optimizer = self._gathered = self._gradients = None
         self._groups, self._pairs, self._has_loaded = [], [], False
 
