@@ -49,7 +49,6 @@ class CellCode:
         if "get_ipython" in read:
             raise ScaleError("the cell uses ! or %, which ranks do not know: put that into a cell of its own")
         self._text = text
-        self._assigned = _assigned_in(text)
         self.names = sorted(name for name in read if name in variables)
         self.variables = {name: variables[name] for name in self.names}
 
@@ -61,7 +60,7 @@ class CellCode:
         exec(compile(self._text, _FILE, "exec"), namespace)  # noqa: S102 - the user's own cell
         kept: dict[str, Any] = {}
         left: dict[str, str] = {}
-        for name in sorted(self._assigned & namespace.keys()):
+        for name in sorted(_assigned_in(self._text) & namespace.keys()):
             reason = _why_not(namespace[name])
             if reason:
                 left[name] = reason
