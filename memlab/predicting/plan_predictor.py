@@ -223,8 +223,6 @@ class PlanPredictor:
                 held_bytes = self._passes.large_outputs_bytes(of_model(plan))
             if elsewhere_bytes:  # those of the last step are among what lives at this moment
                 elsewhere_bytes = max(0, elsewhere_bytes - self._passes.large_outputs_bytes(of_model(Plan())))
-        if not held_bytes and not elsewhere_bytes:
-            return parts
         base = added(parts.base, levels({Category.ACTIVATIONS: held_bytes, Category.ELSEWHERE: elsewhere_bytes}))
         return replace(parts, base=base, inputs=(*parts.inputs, *filter(None, (held_bytes, elsewhere_bytes))))
 
