@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 
 from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
 
@@ -79,19 +81,14 @@ class Observation:
 
     def parts(self) -> dict[int, dict[str, int]]:
         """Live bytes at the peak, by owner and category; 0 owns what is no model's."""
-        live, until = dict(self.baseline), 0
-        highest = total = sum(live.values())
-        for place, (_, size_bytes, _, _) in enumerate(self.raw, 1):
-            total += size_bytes
-            if total > highest:
-                highest, until = total, place
-        for _, size_bytes, number, _ in self.raw[:until]:
-            live[number] = live.get(number, 0) + size_bytes
-        summed: dict[int, dict[str, int]] = {}
+        live = Counter(self.baseline)
+        totals = [*accumulate((size_bytes for _, size_bytes, _, _ in self.raw), initial=live.total())]
+        for _, size_bytes, number, _ in self.raw[: totals.index(max(totals))]:
+            live[number] += size_bytes
+        summed: defaultdict[int, Counter[str]] = defaultdict(Counter)
         for number, size_bytes in live.items():
-            of_owner = summed.setdefault(self.owners.get(number, 0), {})
             category = str(self.categories.get(number, Category.TEMPORARIES))
-            of_owner[category] = of_owner.get(category, 0) + size_bytes
+            summed[self.owners.get(number, 0)][category] += size_bytes
         return {owner: {name: size for name, size in parts.items() if size} for owner, parts in summed.items()}
 
     @functools.cached_property
