@@ -29,6 +29,7 @@ from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, 
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
     NOTHING,
+    Event,
     Levels,
     Segment,
     added,
@@ -61,7 +62,7 @@ class Applied:
     """How a plan was applied to tensors that lived before it."""
 
     before: Mapping[int, int]  # sizes of what lived, by number, in bytes
-    events: Sequence[tuple[int, int, int, int]]  # as of a segment
+    events: Sequence[Event]  # as of a segment
     after: Sequence[int]  # numbers of what lives then, in the order of `Parts.owned`
 
 
