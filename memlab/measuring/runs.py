@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from memlab.errors import WorkloadError
 from memlab.measuring.beside import Beside, meter_of
 from memlab.measuring.device import CudaDevice, Device, device_for
+from memlab.measuring.times import OBSERVED_IN_A_ROW
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.comparison import Comparison
@@ -31,8 +32,6 @@ from memlab.session.snapshot import Snapshot
 from memlab.session.tape import Replay, Tape, own_step_of, tape_of
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
 
-# steps that are observed in detail and so not timed; see `Meter`
-_OBSERVED_STEPS = 2
 _SILENT_SECONDS = 2.0
 
 
@@ -274,7 +273,8 @@ def _measured_in(
     step = partial(_in_turn, workloads) if tape is None else replayed(workloads, tape)
     try:
         meter.plan_changed(plan)
-        losses = [step() for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)]
+        # those that are observed in detail are not timed
+        losses = [step() for _ in range(OBSERVED_IN_A_ROW + len(workloads) - 1 + steps)]
         measurement = meter.measurement(plan)
     finally:
         meter.close()

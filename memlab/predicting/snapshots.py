@@ -24,7 +24,7 @@ from memlab.plan import Plan
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Events, Player, play_steps, script_of
 from memlab.predicting.segments import CATEGORIES, OUTSIDE, Event, Segment
-from memlab.records import Category, Phase
+from memlab.records import Phase
 from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload

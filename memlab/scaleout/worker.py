@@ -44,7 +44,7 @@ from memlab.scaleout.rows import Rows
 from memlab.session.in_force import InForce
 from memlab.techniques.base import ModelCall
 
-JOB, PACKED, SENT, RESULTS, VALUES, DISK = "job.json", "packed.pkl", "sent", "results", "values.pkl", "offloaded"
+JOB, PACKED, SENT, RESULTS, VALUES = "job.json", "packed.pkl", "sent", "results", "values.pkl"
 Optimizer = torch.optim.Optimizer
 
 

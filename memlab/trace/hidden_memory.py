@@ -33,6 +33,7 @@ import torch
 
 from memlab.allocator.sizes import round_up
 from memlab.hardware.gpus import Gpu
+from memlab.trace.work import CHUNK_ELEMENTS
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -276,12 +277,10 @@ def _laid_out(tensors: Sequence[torch.Tensor], deciding: Sequence[torch.Tensor])
 
 # --- many tensors at once -------------------------------------------------------------------------
 
-_CHUNK_ELEMENTS = 65536  # kChunkSize, aten/src/ATen/native/cuda/MultiTensorApply.cuh
-
 
 def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
     tensors = args[0]
-    chunks = max((-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in tensors), default=0)
+    chunks = max((-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in tensors), default=0)
     return (len(tensors) * chunks * _FP32_BYTES,) if chunks else ()
 
 

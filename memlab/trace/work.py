@@ -240,7 +240,7 @@ _KERNELS = {
 # https://github.com/pytorch/pytorch/blob/v2.9.0/aten/src/ATen/native/cuda/MultiTensorApply.cuh#L12-L21
 _TENSORS_OF_LAUNCH = (110, 110, 64, 48, 36, 30)
 _CHUNKS_OF_LAUNCH = 320
-_CHUNK_ELEMENTS = 65536
+CHUNK_ELEMENTS = 65536  # kChunkSize
 
 
 class _Rule:
@@ -366,7 +366,7 @@ def _launches(lists: Sequence[Sequence[torch.Tensor]]) -> int:
     if not lists:
         return 1
     depth = min(len(lists), len(_TENSORS_OF_LAUNCH) - 1)
-    chunks = sum(-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in lists[0])
+    chunks = sum(-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in lists[0])
     return max(1, -(-len(lists[0]) // _TENSORS_OF_LAUNCH[depth]), -(-chunks // _CHUNKS_OF_LAUNCH))
 
 

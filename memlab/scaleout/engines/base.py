@@ -25,6 +25,8 @@ from memlab.techniques.accumulation.split import Division
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer
+# folder beside that of the tensors, for what is offloaded to the disk
+DISK = "offloaded"
 
 
 class Engine(ABC):

@@ -20,15 +20,13 @@ from memlab.errors import ScaleError
 from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
-from memlab.scaleout.engines.base import Engine
+from memlab.scaleout.engines.base import DISK, Engine
 from memlab.scaleout.engines.deepspeed_engine import DeepSpeedEngine
 from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun
 from memlab.techniques.accumulation.split import Division
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer
-# folder beside that of the tensors, for what is offloaded to the disk
-DISK = "offloaded"
 
 
 class Zero(Engine):
