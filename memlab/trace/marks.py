@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memlab.trace.recorder import Recorder
@@ -71,16 +72,8 @@ def _watch(module: nn.Module, number: int, recorder: Recorder, marks: list[Mark]
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         mark(MarkedEvents.FORWARD_ENDS)
-        begun: list[bool] = []
-
-        def gradient_is_there(_: torch.Tensor) -> None:
-            if not begun:
-                begun.append(True)
-                mark(MarkedEvents.BACKWARD_BEGINS)
-
-        for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(gradient_is_there)  # type: ignore[no-untyped-call]
+        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        register_multi_grad_hook(outputs, lambda _: mark(MarkedEvents.BACKWARD_BEGINS), mode="any")
 
     undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     undo.callback(module.register_forward_hook(after).remove)
