@@ -45,12 +45,9 @@ class Engine(ABC):
         # the model without what is hooked to the outermost module, which stays the user's
         self.inner = inner_of(workload.model)
         self.learnt = Learnt()  # what split calls have taught
-        # engines add settings of their own to the groups
-        # names of the settings of the optimizers' groups
-        self.settings = {
-            name for optimizer in workload.optimizers for group in optimizer.param_groups for name in group
-        }
-        self.settings.discard("params")
+        # names of the settings of the optimizers' groups, to which engines add settings of their own
+        groups = (group for optimizer in workload.optimizers for group in optimizer.param_groups)
+        self.settings = {name for group in groups for name in group} - {"params"}
 
     def start(self) -> None:
         """Give the placeholders their values, sharded as the engine has it, and wire the engine to the model."""
