@@ -6,32 +6,16 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import accumulate
 
 from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
 
-
-class StepPart(IntEnum):
-    """Phase in which a storage was made or freed; RECOMPUTE is a checkpoint's forward inside backward."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    RECOMPUTE = 2
-    STEP = 3
-    OTHER = 4
-
-
-# plain integers for the hot path, where looking up a member of an enum costs as much as the rest
-BACKWARD, RECOMPUTE = int(StepPart.BACKWARD), int(StepPart.RECOMPUTE)
-FORWARD_LIKE = frozenset({int(StepPart.FORWARD), RECOMPUTE, int(StepPart.OTHER)})
+# Moments in which a storage is made or freed; RECOMPUTE is a checkpoint's forward inside backward. Plain integers for the
+# hot path, where looking up a member of an enum costs as much as the rest.
+_FORWARD, BACKWARD, RECOMPUTE, _STEP, OTHER = range(5)
+FORWARD_LIKE = frozenset({_FORWARD, RECOMPUTE, OTHER})
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
-MOMENT_OF_PHASE = {
-    Phase.FORWARD: int(StepPart.FORWARD),
-    Phase.BACKWARD: BACKWARD,
-    Phase.STEP: int(StepPart.STEP),
-    Phase.OTHER: int(StepPart.OTHER),
-}
+MOMENT_OF_PHASE = {phase: PHASES.index(phase) for phase in Phase}
 
 # seconds, bytes gained or lost, number of the storage, moment
 RawEvent = tuple[float, int, int, int]
