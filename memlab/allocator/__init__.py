@@ -7,8 +7,8 @@ the numbers, `allocator` the order of things, `expandable` the segments that gro
 from __future__ import annotations
 
 from memlab.allocator.allocator import Allocator
-from memlab.allocator.blocks import Block, MemorySegment, SegmentBlock
-from memlab.allocator.history import Action, Context, Entry
+from memlab.allocator.blocks import Block, MemorySegment
+from memlab.allocator.history import Action, Context
 from memlab.allocator.memory_viz import memory_viz
 from memlab.allocator.settings import Settings
 
@@ -17,9 +17,7 @@ __all__ = [
     "Allocator",
     "Block",
     "Context",
-    "Entry",
     "MemorySegment",
-    "SegmentBlock",
     "Settings",
     "memory_viz",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -120,14 +121,14 @@ class BlockPool:
 
     def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
-        self._free: dict[int, list[_Entry]] = {}
-        self._unmapped: dict[int, list[tuple[int, Block]]] = {}
+        self._free: defaultdict[int, list[_Entry]] = defaultdict(list)  # by stream
+        self.unmapped: defaultdict[int, list[tuple[int, Block]]] = defaultdict(list)  # likewise, by address
 
     def insert(self, block: Block) -> None:
         if block.mapped:
-            insort(self.free_on(block.stream), (block.size, block.address, block))
+            insort(self._free[block.stream], (block.size, block.address, block))
         else:
-            insort(self.unmapped_on(block.stream), (block.address, block))
+            insort(self.unmapped[block.stream], (block.address, block))
 
     def remove(self, block: Block) -> None:
         """Let a block go; its size and address are those it was inserted with."""
@@ -135,14 +136,8 @@ class BlockPool:
             entries = self._free[block.stream]
             del entries[bisect_left(entries, (block.size, block.address))]
         else:
-            unmapped = self._unmapped[block.stream]
+            unmapped = self.unmapped[block.stream]
             del unmapped[bisect_left(unmapped, (block.address,))]
-
-    def free_on(self, stream: int) -> list[_Entry]:
-        return self._free.setdefault(stream, [])
-
-    def unmapped_on(self, stream: int) -> list[tuple[int, Block]]:
-        return self._unmapped.setdefault(stream, [])
 
     def free_blocks(self) -> Iterator[Block]:
         """All free blocks, by stream, size and address."""
@@ -153,9 +148,7 @@ class BlockPool:
 
         In an expandable segment a block is as large as it could become, so that the one at the end is used last.
         """
-        entries = self._free.get(stream)
-        if not entries:
-            return None
+        entries = self._free[stream]
         index = bisect_left(entries, (size,))
         if index == len(entries):
             return None

@@ -45,7 +45,7 @@ class ExpandableSegments:
             block.pool.remove(block)
 
     def _find(self, pool: BlockPool, stream: int, size: int) -> Block:
-        for _, unmapped in pool.unmapped_on(stream):
+        for _, unmapped in pool.unmapped[stream]:
             before = unmapped.prev
             start = before if before is not None and not before.allocated else unmapped
             if _holds(start, size):

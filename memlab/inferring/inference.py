@@ -211,30 +211,25 @@ class Inference:
     # -- the hooks -----------------------------------------------------------------------------
 
     def _on_forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._is_inside():
-            with self._measured_pass(Batch(args, kwargs)) as seen:
-                output = self._run(original, args, kwargs)
-                seen.append(output)
-            return output
         batch, was_on = Batch(args, kwargs), torch.is_grad_enabled()
+        if self._is_inside():
+            return self._measured_pass(original, batch)
         with self._quiet():
-            with self._measured_pass(batch) as seen:
-                output = self._run(original, args, kwargs)
-                seen.append(output)
+            output = self._measured_pass(original, batch)
             if was_on:
                 self._remember(batch)
             return self._widened(output)
 
     def _on_generate(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        batch = Batch(args, kwargs)
         if self._is_inside():  # of assisted decoding, say
-            return self._run(original, args, kwargs)
+            return self._run(original, batch)
         with self._quiet():
             if not self._is_mine():
-                return self._run(original, args, kwargs)
-            batch = Batch(args, kwargs)
+                return self._run(original, batch)
             self._meter.generation_begins(batch)
             try:
-                output = self._run(original, args, kwargs)
+                output = self._run(original, batch)
                 self._meter.generation_ended(self._new_tokens(output, batch))
             except BaseException:
                 self._meter.interrupted()
@@ -251,8 +246,10 @@ class Inference:
     def _widened(self, output: Any) -> Any:
         return output if self._half is None else self._half.widened(output)
 
-    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return original(*args, **kwargs) if self._half is None else self._half.called(original, args, kwargs)
+    def _run(self, original: Callable[..., Any], batch: Batch) -> Any:
+        if self._half is None:
+            return original(*batch.args, **batch.kwargs)
+        return self._half.called(original, batch.args, batch.kwargs)
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
         if steps_some_of(optimizer, self.model):
@@ -269,20 +266,18 @@ class Inference:
     def _is_mine(self) -> bool:
         return self._thread == threading.get_ident()
 
-    @contextmanager
-    def _measured_pass(self, batch: Batch) -> Iterator[list[Any]]:
-        """Tell the meter of a forward; the output is to be put into the list."""
+    def _measured_pass(self, original: Callable[..., Any], batch: Batch) -> Any:
+        """Run a forward, and tell the meter of it."""
         if not self._is_mine():  # another thread's call is being measured
-            yield []
-            return
-        seen: list[Any] = []
+            return self._run(original, batch)
         self._meter.pass_begins(batch)
         try:
-            yield seen
-            self._meter.pass_ended(seen[0])
+            output = self._run(original, batch)
+            self._meter.pass_ended(output)
         except BaseException:
             self._meter.interrupted()
             raise
+        return output
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -104,14 +104,11 @@ class Device:
 
 
 class CpuDevice(Device):
-    """The CPU; peaks are known for observed steps.
-
-    Args:
-        capacity_bytes: size to give the device; then every step is observed, as the ledger is what enforces it.
-    """
+    """The CPU; peaks are known for observed steps."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__("CPU ledger", capacity_bytes)
+        # the ledger is what enforces a capacity
         self.observes_every_step = self.counts_every_step = capacity_bytes is not None
 
 
@@ -120,10 +117,6 @@ class CudaDevice(Device):
 
     The allocator enforces a capacity by itself, so the ledger only observes. Peak counters are reset at the beginning of
     each step: what the user's own code reads from `torch.cuda.max_memory_allocated` then covers the last step.
-
-    Args:
-        device: which one; without an index the current one.
-        capacity_bytes: size to make it behave as; the limit before is restored by `close`.
 
     Known limitations:
         The capacity limits what this process reserves through PyTorch; the CUDA context comes on top. Segments in which

@@ -45,11 +45,11 @@ from memlab.measuring.observation import (
     BACKWARD,
     FORWARD_LIKE,
     MOMENT_OF_PHASE,
+    OTHER,
     PHASES,
     RECOMPUTE,
     Observation,
     RawEvent,
-    StepPart,
 )
 from memlab.measuring.operator_effects import EFFECTS, OperatorEffect, effect_of
 from memlab.records import Category, Phase
@@ -98,7 +98,7 @@ class Ledger(WatchingMode):
         self._baseline: dict[int, int] = {}
         self._born = 0
         self._start = 0.0
-        self._moment = int(StepPart.OTHER)
+        self._moment = OTHER
         self.watching = False
         self._failure: Exception | None = None
         self._sums_in_place = device_type == "cuda"

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from itertools import accumulate
 
 from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
 
-
-class StepPart(IntEnum):
-    """Phase in which a storage was made or freed; RECOMPUTE is a checkpoint's forward inside backward."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    RECOMPUTE = 2
-    STEP = 3
-    OTHER = 4
-
-
-# plain integers for the hot path, where looking up a member of an enum costs as much as the rest
-BACKWARD, RECOMPUTE = int(StepPart.BACKWARD), int(StepPart.RECOMPUTE)
-FORWARD_LIKE = frozenset({int(StepPart.FORWARD), RECOMPUTE, int(StepPart.OTHER)})
+# Moments in which a storage is made or freed; RECOMPUTE is a checkpoint's forward inside backward. Plain integers for the
+# hot path, where looking up a member of an enum costs as much as the rest.
+_FORWARD, BACKWARD, RECOMPUTE, _STEP, OTHER = range(5)
+FORWARD_LIKE = frozenset({_FORWARD, RECOMPUTE, OTHER})
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
-MOMENT_OF_PHASE = {
-    Phase.FORWARD: int(StepPart.FORWARD),
-    Phase.BACKWARD: BACKWARD,
-    Phase.STEP: int(StepPart.STEP),
-    Phase.OTHER: int(StepPart.OTHER),
-}
+MOMENT_OF_PHASE = {phase: PHASES.index(phase) for phase in Phase}
 
 # seconds, bytes gained or lost, number of the storage, moment
 RawEvent = tuple[float, int, int, int]
@@ -44,9 +30,8 @@ class Observation:
     raw: tuple[RawEvent, ...]  # births and deaths in order: seconds, bytes, number of the storage, moment
     assigned: Mapping[int, Category]  # what storages were said to be for, by number
     start: float  # when the step began, on the clock of `raw`
-    sums_bytes: int = (
-        0  # by how much sums of gradients that are no events, being in place where nobody watches, raised the peak
-    )
+    # by how much sums of gradients that are no events, being in place where nobody watches, raised the peak
+    sums_bytes: int = 0
     # number of the model that a storage is of, by the storage's number, where several models train
     owners: Mapping[int, int] = field(default_factory=dict)
 
@@ -80,19 +65,14 @@ class Observation:
 
     def parts(self) -> dict[int, dict[str, int]]:
         """Live bytes at the peak, by owner and category; 0 owns what is no model's."""
-        live, until = dict(self.baseline), 0
-        highest = total = sum(live.values())
-        for place, (_, size_bytes, _, _) in enumerate(self.raw, 1):
-            total += size_bytes
-            if total > highest:
-                highest, until = total, place
-        for _, size_bytes, number, _ in self.raw[:until]:
-            live[number] = live.get(number, 0) + size_bytes
-        summed: dict[int, dict[str, int]] = {}
+        live = Counter(self.baseline)
+        totals = [*accumulate((size_bytes for _, size_bytes, _, _ in self.raw), initial=live.total())]
+        for _, size_bytes, number, _ in self.raw[: totals.index(max(totals))]:
+            live[number] += size_bytes
+        summed: defaultdict[int, Counter[str]] = defaultdict(Counter)
         for number, size_bytes in live.items():
-            of_owner = summed.setdefault(self.owners.get(number, 0), {})
             category = str(self.categories.get(number, Category.TEMPORARIES))
-            of_owner[category] = of_owner.get(category, 0) + size_bytes
+            summed[self.owners.get(number, 0)][category] += size_bytes
         return {owner: {name: size for name, size in parts.items() if size} for owner, parts in summed.items()}
 
     @functools.cached_property

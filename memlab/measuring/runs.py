@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from memlab.errors import WorkloadError
 from memlab.measuring.beside import Beside, meter_of
 from memlab.measuring.device import CudaDevice, Device, device_for
+from memlab.measuring.times import OBSERVED_IN_A_ROW
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
 from memlab.records.comparison import Comparison
@@ -31,8 +32,6 @@ from memlab.session.snapshot import Snapshot
 from memlab.session.tape import Replay, Tape, own_step_of, tape_of
 from memlab.techniques.gradient_release.gradient_release import loop_is_known
 
-# steps that are observed in detail and so not timed; see `Meter`
-_OBSERVED_STEPS = 2
 _SILENT_SECONDS = 2.0
 
 
@@ -71,8 +70,7 @@ def measure(
         3.0
     """
     wanted = Plan.of(plan)
-    if steps < 1:
-        raise WorkloadError(f"steps={steps}: at least one step must be timed")
+    require_steps(steps)
     workloads = each_of(workload)
     counted_on = device or device_for(workloads[0].device)
     try:
@@ -96,7 +94,7 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
     before = [] if keep else [Snapshot(each) for each in workloads]
     try:
         with ExitStack() as rehearsals:
-            yield [rehearsals.enter_context(rehearsal(each, plan, keep=True)) for each in workloads]
+            yield [rehearsals.enter_context(_in_force(each, plan)) for each in workloads]
     finally:
         with uninterrupted():
             for snapshot in before:
@@ -104,27 +102,26 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
 
 
 @contextmanager
-def rehearsal(workload: Workload, plan: Plan, *, keep: bool = False) -> Iterator[Session]:
+def rehearsal(workload: Workload, plan: Plan) -> Iterator[Session]:
     """A plan in force, for steps that leave nothing behind: gradients dropped, train mode, nobody watching yet.
 
     Yields:
         The session; who is to watch the steps goes into its `observers`. Those before come back, and so does
         the plan before.
     """
-    require_complete(workload)
-    before = None if keep else Snapshot(workload)
-    try:
-        with loop_is_known(), _session_for(workload) as session:
-            workload.model.train()
-            for optimizer in workload.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            with session.observers.away():
-                session.switch(plan, now=True)
-                yield session
-    finally:
-        if before is not None:
-            with uninterrupted():
-                before.restore()
+    with _rehearsals([workload], plan, keep=False) as (session,):
+        yield session
+
+
+@contextmanager
+def _in_force(workload: Workload, plan: Plan) -> Iterator[Session]:
+    with loop_is_known(), _session_for(workload) as session:
+        workload.model.train()
+        for optimizer in workload.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        with session.observers.away():
+            session.switch(plan, now=True)
+            yield session
 
 
 def compare(
@@ -276,7 +273,8 @@ def _measured_in(
     step = partial(_in_turn, workloads) if tape is None else replayed(workloads, tape)
     try:
         meter.plan_changed(plan)
-        losses = [step() for _ in range(_OBSERVED_STEPS + len(workloads) - 1 + steps)]
+        # those that are observed in detail are not timed
+        losses = [step() for _ in range(OBSERVED_IN_A_ROW + len(workloads) - 1 + steps)]
         measurement = meter.measurement(plan)
     finally:
         meter.close()
@@ -314,11 +312,6 @@ def _has_graph(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def loss_of(workload: Workload) -> torch.Tensor:
-    """The loss of a workload on its batch."""
-    return loss_in(workload, output_of(workload))
-
-
 def output_of(workload: Workload) -> Any:
     """Return what the model of a workload returns for its batch."""
     call = call_of(workload).copied
@@ -349,6 +342,12 @@ def loss_in(workload: Workload, output: Any) -> torch.Tensor:
             f"{workload.name} returned no loss: pass loss_fn=…, run a %%memfit cell of two steps or more, of which one is recorded, or put the labels into the batch"
         )
     return loss
+
+
+def require_steps(steps: int) -> None:
+    """Refuse to time no step."""
+    if steps < 1:
+        raise WorkloadError(f"steps={steps}: at least one step must be timed")
 
 
 def require_complete(workload: Workload, wanted: str = "measuring") -> None:

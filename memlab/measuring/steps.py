@@ -128,9 +128,7 @@ class Meter(Observer):
         if not self.in_forward:
             self._end_step_if_over()
         self.times.plan_changed(plan)
-        if self._step is not None:
-            # what failed under the old plan is no peak of the new one
-            self._forget_peaks(self._step, ())
+        self.only_tried()  # what failed under the old plan is no peak of the new one
 
     def take_in(self, number: int, model: torch.nn.Module, names: Sequence[str]) -> None:
         """Measure another model that trains in the same loop, or one in the place of another that is gone.
@@ -213,7 +211,7 @@ class Meter(Observer):
         self._in_step = True
         if self._recorder is not None:
             self._recorder.step_begins(optimizer)
-        if self._step is not None and self._step.observed:
+        if self._is_observed:
             self._ledger.phase = Phase.STEP
             self.gradients_complete()
 

@@ -21,9 +21,7 @@ from memlab.plan.fields import (
     plan_flags,
     unknown_flag,
 )
-from memlab.plan.plan import (
-    Plan,
-)
+from memlab.plan.plan import Plan
 
 __all__ = [
     "FIELDS",

@@ -76,8 +76,12 @@ class Plan:
             if spec.name == "offload" and not isinstance(value, str):
                 value = ",".join(f"{what}:{where}" for what, where in value)
             object.__setattr__(self, spec.name, spec.parse(str(value)))
-        for conflict in _CONFLICTS:
-            conflict(self)
+        for excludes, words in _CONFLICTS:
+            if excludes(self):
+                raise PlanError(words)
+        if self.scale is not ScaleOut.NONE:
+            for what, instead in engine_conflicts(self.scale, replace(self, scale=ScaleOut.NONE), in_ranks=False):
+                raise PlanError(f"{what}; {instead}")
 
     def __str__(self) -> str:
         return " ".join(flag for spec in FIELDS if (flag := spec.show(getattr(self, spec.name))))
@@ -207,38 +211,25 @@ def _take_value(spec: PlanField, waiting: list[str]) -> str:
     return spec.bare
 
 
-def _paged_state_is_offloaded_already(plan: Plan) -> None:
-    if plan.optimizer is OptimizerChoice.PAGED_ADAM8BIT and plan.tier_of(Offloaded.OPTIMIZER):
-        raise PlanError(
-            "--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two"
-        )
-
-
-def _sgd_has_no_state(plan: Plan) -> None:
-    if plan.optimizer is OptimizerChoice.SGD and plan.tier_of(Offloaded.OPTIMIZER):
-        raise PlanError(
-            "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; drop one of the two"
-        )
-
-
-def _overflow_shows_at_the_end(plan: Plan) -> None:
-    if plan.gradients is Gradients.RELEASE and plan.precision is Precision.FP16:
-        raise PlanError(
-            "--release-grads and --fp16 exclude each other: fp16 updates only when no gradient overflowed, and the last one is known at the end of the backward pass; use --bf16 with --release-grads"
-        )
-
-
-def _nothing_is_kept_where_all_leaves(plan: Plan) -> None:
-    if plan.checkpointing.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS):
-        raise PlanError(
-            "--checkpoint budget and --offload activations exclude each other: offloaded activations use nothing of the budget; drop one of the two"
-        )
-
-
-def _an_engine_has_its_own_ways(plan: Plan) -> None:
-    if plan.scale is not ScaleOut.NONE:
-        for what, instead in engine_conflicts(plan.scale, replace(plan, scale=ScaleOut.NONE), in_ranks=False):
-            raise PlanError(f"{what}; {instead}")
+# settings that exclude each other: whether a plan has both, and the error
+_CONFLICTS: tuple[tuple[Callable[[Plan], Any], str], ...] = (
+    (
+        lambda plan: plan.optimizer is OptimizerChoice.PAGED_ADAM8BIT and plan.tier_of(Offloaded.OPTIMIZER),
+        "--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two",
+    ),
+    (
+        lambda plan: plan.optimizer is OptimizerChoice.SGD and plan.tier_of(Offloaded.OPTIMIZER),
+        "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; drop one of the two",
+    ),
+    (
+        lambda plan: plan.gradients is Gradients.RELEASE and plan.precision is Precision.FP16,
+        "--release-grads and --fp16 exclude each other: fp16 updates only when no gradient overflowed, and the last one is known at the end of the backward pass; use --bf16 with --release-grads",
+    ),
+    (
+        lambda plan: plan.checkpointing.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS),
+        "--checkpoint budget and --offload activations exclude each other: offloaded activations use nothing of the budget; drop one of the two",
+    ),
+)
 
 
 def engine_conflicts(engine: str, plan: Plan, *, in_ranks: bool) -> Iterator[tuple[str, str]]:
@@ -291,12 +282,3 @@ def _offloads_beside(engine: str, plan: Plan, in_ranks: bool) -> Iterator[tuple[
         elif what is Offloaded.PARAMS and needs_state:
             reason = f"{engine} has the optimizer's state where parameters are"
             yield flag, reason, "use --offload optimizer,params"
-
-
-_CONFLICTS: tuple[Callable[[Plan], None], ...] = (
-    _paged_state_is_offloaded_already,
-    _sgd_has_no_state,
-    _overflow_shows_at_the_end,
-    _nothing_is_kept_where_all_leaves,
-    _an_engine_has_its_own_ways,
-)

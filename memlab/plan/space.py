@@ -46,10 +46,7 @@ def plan_space(
     lossless: bool = False,
     half: Precision = Precision.BF16,
 ) -> tuple[Plan, ...]:
-    """Every sensible combination of settings, without repetition.
-
-    Accumulation, checkpointing, offload and chunked loss are exact; precision and the 8-bit optimizer
-    change numerics. Combinations that exclude each other are not among them.
+    """Every sensible combination of settings, without repetition and without those that exclude each other.
 
     Args:
         fixed: fields that differ from the default keep this value in every plan.

@@ -1,6 +1,6 @@
 """Prediction of memory and time, of one plan and of all plans, before any is applied.
 
-- `plans`: `predict` and `predict_all`; `predictor`: steps of plans composed of `segments`, which are traced once (`passes`)
+- `plans`: `predict` and `predict_all`; `plan_predictor`: steps of plans composed of `segments`, which are traced once (`passes`)
 - `targets`: the device to predict for; `reserved`: two steps replayed through the simulated allocator; `snapshots`: a predicted memory snapshot
 """
 

@@ -106,13 +106,9 @@ class Passes:
         return not (is_split and settings.checkpointing == "off" and self._tracer.uses_cache)
 
     def traced(self, settings: Plan, rows: int, *, is_split: bool, after: int | None = None) -> TracedPass:
-        """Return what serves a pass with so many rows.
+        """Return what serves a pass with so many rows, of a larger batch where that `is_split`.
 
-        Args:
-            settings: those of a plan that work on the model.
-            rows: of the batch.
-            is_split: whether they are some of a larger batch's rows.
-            after: where calls before it matter, rows of the one before.
+        Where calls before it matter, the one before had the rows `after`.
         """
         # a budget that serves the parts of a batch may be too small for the whole of it
         whole = self._trace(settings if rows == self._rows else without_budget(settings), None, is_split=is_split)
@@ -163,8 +159,6 @@ class Passes:
 
 def without_budget(settings: Plan) -> Plan:
     """Settings whose pass is as good as theirs for all but what blocks keep, and is refused for no size."""
-    return (
-        settings
-        if settings.checkpointing.budget_bytes is None
-        else replace(settings, checkpointing=Checkpointing("full"))
-    )
+    if settings.checkpointing.budget_bytes is None:
+        return settings
+    return replace(settings, checkpointing=Checkpointing("full"))

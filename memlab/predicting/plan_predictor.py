@@ -29,6 +29,7 @@ from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, 
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
     NOTHING,
+    Event,
     Levels,
     Segment,
     added,
@@ -61,7 +62,7 @@ class Applied:
     """How a plan was applied to tensors that lived before it."""
 
     before: Mapping[int, int]  # sizes of what lived, by number, in bytes
-    events: Sequence[tuple[int, int, int, int]]  # as of a segment
+    events: Sequence[Event]  # as of a segment
     after: Sequence[int]  # numbers of what lives then, in the order of `Parts.owned`
 
 
@@ -223,8 +224,6 @@ class PlanPredictor:
                 held_bytes = self._passes.large_outputs_bytes(of_model(plan))
             if elsewhere_bytes:  # those of the last step are among what lives at this moment
                 elsewhere_bytes = max(0, elsewhere_bytes - self._passes.large_outputs_bytes(of_model(Plan())))
-        if not held_bytes and not elsewhere_bytes:
-            return parts
         base = added(parts.base, levels({Category.ACTIVATIONS: held_bytes, Category.ELSEWHERE: elsewhere_bytes}))
         return replace(parts, base=base, inputs=(*parts.inputs, *filter(None, (held_bytes, elsewhere_bytes))))
 
@@ -309,8 +308,10 @@ class PlanPredictor:
         """Return the one pass in which micro-batches are replayed, or that was recorded, and what becomes of it."""
         settings = replace(of_model(plan), accumulation=plan.accumulation, batchnorm=plan.batchnorm)
         if settings not in self._replayed:
-            passes = self._tracer.passes_in_parts if self._tape is None else self._recorded_passes
-            first, trace = passes(settings)
+            if self._tape is None:
+                first, trace = self._tracer.passes_in_parts(settings)
+            else:
+                first, trace = self._tracer.passes_of_tape(settings, self._tape)
             rates = self.target.rates_under(settings)
             has_look = plan.accumulation > 1 or first.is_decided
             look = segment_of(first, rates) if has_look else None
@@ -320,10 +321,6 @@ class PlanPredictor:
                 _Passed([segment_of(trace, rates)], trace.host_bytes, trace.notes, look, base),
             )
         return self._replayed[settings]
-
-    def _recorded_passes(self, settings: Plan) -> tuple[Trace, Trace]:
-        assert self._tape is not None
-        return self._tracer.passes_of_tape(settings, self._tape)
 
     def _about_outputs(self, settings: Plan) -> Iterator[str]:
         """Yield what a loop adds that holds the model's output until its backward pass is over, as in `out = model(…)`."""

@@ -14,22 +14,19 @@ from typing import Any
 from memlab.allocator import Allocator, Block, Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES, round_up
 from memlab.predicting.plan_predictor import Applied, Parts
-from memlab.predicting.segments import ACTIVATIONS, OUTSIDE
+from memlab.predicting.segments import ACTIVATIONS, OUTSIDE, PLACE, Event
 from memlab.records import Category
 
 _MOST_STEPS = 4  # state that the first makes, and what later ones replace, may take places that activations had
 # the first pass differs from the second, which adds to gradients; all that follow are like the second
 _MOST_PASSES = 3
-# the place of a category in events
-_PLACES = tuple(Category)
-_GRADIENTS, _WORKSPACES = (_PLACES.index(each) for each in (Category.GRADIENTS, Category.WORKSPACES))
+_GRADIENTS, _WORKSPACES = PLACE[Category.GRADIENTS], PLACE[Category.WORKSPACES]
 # numbers of workspaces among a stretch's storages, downwards
 _FIRST_WORKSPACE = -(2**40)
 # the stretch of what comes once
 _LOOK = -1
 
-# bytes, number of the storage, category, moment
-Events = Sequence[tuple[int, int, int, int]]
+Events = Sequence[Event]
 
 
 class Player:
@@ -59,7 +56,7 @@ class Player:
         self._allocator.empty_cache()
         self._allocator.reset_peaks()
 
-    def play(self, events: Iterable[tuple[int, int, int, int]], live: dict[int, Any]) -> None:
+    def play(self, events: Iterable[Event], live: dict[int, Any]) -> None:
         """Serve events in order; `live` holds what is in use, by number of the storage."""
         for size_bytes, number, place, moment in events:
             before = live.pop(number, None)
@@ -78,8 +75,7 @@ class Script:
     inputs: Iterable[int]  # sizes of the batch's tensors, in bytes
     owned: Mapping[int, int]  # sizes of what lives throughout, by number in the last stretch
     state: Mapping[int, int]  # sizes of optimizer state, likewise
-    # stretches of a step but the last: bytes, number of the storage, category, moment of each event
-    passes: Sequence[Events]
+    passes: Sequence[Events]  # stretches of a step but the last
     last: Events  # the last stretch, which may replace what is owned
     # what libraries allocate once, by stretch of the first step: after which storage's birth (None for at once), and
     # sizes in bytes
@@ -206,7 +202,7 @@ def _shortened(passes: Sequence[Events]) -> Sequence[Events]:
 
 def _left_by(events: Events) -> Events:
     """Births without a death."""
-    left: dict[int, tuple[int, int, int, int]] = {}
+    left: dict[int, Event] = {}
     for event in events:
         if event[0] > 0:
             left[event[1]] = event
@@ -259,8 +255,7 @@ class _Serving(Player):
 
 
 def _born(player: Player, sizes: Mapping[int, int], category: Category) -> dict[int, Any]:
-    place = _PLACES.index(category)
-    return {number: player.born(size_bytes, place) for number, size_bytes in sizes.items() if size_bytes}
+    return {number: player.born(size_bytes, PLACE[category]) for number, size_bytes in sizes.items() if size_bytes}
 
 
 def _played(

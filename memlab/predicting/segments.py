@@ -17,25 +17,27 @@ from memlab.records import Category, Phase, TimelinePoint
 from memlab.trace.recorder import Hidden
 from memlab.trace.tracer import Trace
 
-_CATEGORIES = tuple(Category)
-_PLACE = {category: place for place, category in enumerate(_CATEGORIES)}
-_GRADIENTS = _PLACE[Category.GRADIENTS]
-_TEMPORARIES = _PLACE[Category.TEMPORARIES]
-ACTIVATIONS = _PLACE[Category.ACTIVATIONS]
+CATEGORIES = tuple(Category)
+PLACE = {category: place for place, category in enumerate(CATEGORIES)}
+_GRADIENTS = PLACE[Category.GRADIENTS]
+_TEMPORARIES = PLACE[Category.TEMPORARIES]
+ACTIVATIONS = PLACE[Category.ACTIVATIONS]
 # the moment outside forward, backward and step
 OUTSIDE = PHASES.index(Phase.OTHER)
 _MOST_POINTS = 100
 # thousands of storages of this size together are a small part of what a training step holds
 _SMALL_BYTES = 2**16
 
+# bytes gained or lost, number of the storage, place of its category, moment
+Event = tuple[int, int, int, int]
 # bytes by category, in the order of `Category`
 Levels = tuple[int, ...]
-NOTHING: Levels = (0,) * len(_CATEGORIES)
+NOTHING: Levels = (0,) * len(CATEGORIES)
 
 
 def levels(sizes: Mapping[Category, int]) -> Levels:
     """Bytes by category as a tuple."""
-    return tuple(sizes.get(category, 0) for category in _CATEGORIES)
+    return tuple(sizes.get(category, 0) for category in CATEGORIES)
 
 
 def added(one: Levels, other: Levels) -> Levels:
@@ -45,20 +47,20 @@ def added(one: Levels, other: Levels) -> Levels:
 
 def without_state(total: Levels) -> Levels:
     """Levels before an optimizer has taken its first step."""
-    place = _PLACE[Category.OPTIMIZER_STATE]
+    place = PLACE[Category.OPTIMIZER_STATE]
     return (*total[:place], 0, *total[place + 1 :])
 
 
 def by_name(total: Levels) -> dict[str, int]:
     """Levels by the names of their categories, without those that are empty."""
-    return {str(category): size for category, size in zip(_CATEGORIES, total, strict=True) if size}
+    return {str(category): size for category, size in zip(CATEGORIES, total, strict=True) if size}
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Births and deaths of a stretch."""
 
-    events: Sequence[tuple[int, int, int, int]]  # bytes, number of the storage, place of its category, moment; in order
+    events: Sequence[Event]  # in order
     bill: Bill  # the work of its operators
     rates: Rates  # how fast the device works
     # number of the storage that the first product of matrices filled, outside of backward and in it
@@ -92,8 +94,8 @@ class Shape:
     points: tuple[tuple[int, int, Levels], ...]
 
 
-def _walked(events: Sequence[tuple[int, int, int, int]]) -> Shape:
-    live = [0] * len(_CATEGORIES)
+def _walked(events: Sequence[Event]) -> Shape:
+    live = [0] * len(CATEGORIES)
     total, peak_bytes, peak, peak_moment = 0, 0, NOTHING, 0
     stretch = max(1, len(events) // _MOST_POINTS)
     points: list[tuple[int, int, Levels]] = []
@@ -128,15 +130,15 @@ class TracedPass:
 
     Sizes of storages and work of operators are affine in the rows of a batch: a part that grows with them and one
     that does not.
-
-    Args:
-        rates: how fast the device works.
-        one: a trace.
-        rows: rows of its batch.
-        other: the pass with other rows, or None when it is wanted with `rows` only.
     """
 
-    def __init__(self, rates: Rates, one: Trace, rows: int, other: Resized | None = None) -> None:
+    def __init__(
+        self,
+        rates: Rates,  # how fast the device works
+        one: Trace,
+        rows: int,  # of its batch
+        other: Resized | None = None,  # the pass with other rows; None when it is wanted with `rows` only
+    ) -> None:
         self.trace = one
         self._rates = rates
         self._rows = rows
@@ -145,7 +147,7 @@ class TracedPass:
         self._other = other
         self._other_sizes = self._sizes if other is None else other.sizes
         categories = one.observation.categories
-        self._places = [_PLACE[categories.get(number, Category.TEMPORARIES)] for number, _ in self._numbers]
+        self._places = [PLACE[categories.get(number, Category.TEMPORARIES)] for number, _ in self._numbers]
         self._segments: dict[tuple[int, bool, frozenset[int]], Segment] = {}
 
     def share(self, rows: int) -> float:
@@ -159,8 +161,8 @@ class TracedPass:
             self._segments[key] = self._made(rows, accumulating=accumulating, kept=kept)
         return self._segments[key]
 
-    def events(self, rows: int) -> list[tuple[int, int, int, int]]:
-        """Births and deaths with so many rows: bytes, number of the storage, place of its category, moment."""
+    def events(self, rows: int) -> list[Event]:
+        """Births and deaths with so many rows."""
         share = self.share(rows)
         sizes = [_between(a, b, share) for a, b in zip(self._sizes, self._other_sizes, strict=True)]
         return [
@@ -266,18 +268,13 @@ def _learn(known: dict[Any, Any], mine: Any, theirs: Any) -> None:
 
 
 def _with_insertions(
-    events: Sequence[tuple[int, int, int, int]], hidden: Iterable[Hidden], factor: float, settled: Mapping[int, int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """A pass with what lives inside operators, and with gradients that are there already.
+    events: Sequence[Event], hidden: Iterable[Hidden], factor: float, settled: Mapping[int, int]
+) -> Iterator[Event]:
+    """A pass with what lives inside operators, each larger than traced by a factor, and with gradients that are there already.
 
-    Args:
-        events: of the pass.
-        hidden: temporaries inside operators; each gets a storage of its own.
-        factor: by which these are larger than they were traced.
-        settled: gradients that are added to those there and then freed, and before which event; empty when the
-            pass makes the gradients.
+    Gradients that are `settled` are added to those there and then freed, before the event that is named.
     """
-    inserted: dict[int, list[tuple[int, int, int, int]]] = {}
+    inserted: dict[int, list[Event]] = {}
     number = 0
     for inside in hidden:
         sizes = [round(size_bytes * factor) for size_bytes in inside.sizes]
@@ -319,7 +316,7 @@ def segment_of(trace: Trace, rates: Rates) -> Segment:
 def begun_without_state(first: Segment, later: Trace, like: Segment) -> Segment:
     """The first update, to stand where state of all later ones is counted as there; it takes the time of these."""
     state_bytes = later.observation.baseline_bytes.get(Category.OPTIMIZER_STATE, 0)
-    missing = (-state_bytes, -1, _PLACE[Category.OPTIMIZER_STATE], PHASES.index(Phase.STEP))
+    missing = (-state_bytes, -1, PLACE[Category.OPTIMIZER_STATE], PHASES.index(Phase.STEP))
     return Segment([missing, *first.events], like.bill, first.rates)
 
 

@@ -23,14 +23,13 @@ from memlab.measuring.runs import rehearsal, training_step
 from memlab.plan import Plan
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Events, Player, play_steps, script_of
-from memlab.predicting.segments import OUTSIDE, Segment
-from memlab.records import Category, Phase
+from memlab.predicting.segments import CATEGORIES, OUTSIDE, Event, Segment
+from memlab.records import Phase
 from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
 
 _STEPS = 2
-_CATEGORIES = tuple(Category)
 _NO_ALLOCATOR = (
     "a CPU has no caching allocator: storages are laid out as torch's CUDA allocator would with its default settings"
 )
@@ -143,14 +142,14 @@ class _History(Player):
         self._within = f"step {step + 1} · {name}" if stretch >= 0 else name
         self._stretches.append((self._within, self._seconds))
 
-    def play(self, events: Iterable[tuple[int, int, int, int]], live: dict[int, Any]) -> None:
+    def play(self, events: Iterable[Event], live: dict[int, Any]) -> None:
         listed = list(events)
         begin, seconds = self._seconds, self._segments[self._stretch].seconds
         super().play(self._in_time(listed, begin, seconds / max(1, len(listed))), live)
         self._now(begin + seconds)
 
     def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
-        category, phase = str(_CATEGORIES[place]), PHASES[moment]
+        category, phase = str(CATEGORIES[place]), PHASES[moment]
         name = category if phase is Phase.OTHER else f"{category} · {phase}"
         return self._allocator.malloc(size_bytes, context=Context((name, self._within, self._words), category))
 
@@ -158,7 +157,7 @@ class _History(Player):
         """Return what was noted, as the viewer's dictionary."""
         return {**memory_viz(self._allocator), "external_annotations": list(self._annotations())}
 
-    def _in_time(self, events: Events, begin: float, per_event: float) -> Iterator[tuple[int, int, int, int]]:
+    def _in_time(self, events: Events, begin: float, per_event: float) -> Iterator[Event]:
         for at, event in enumerate(events):
             self._now(begin + at * per_event)
             yield event

@@ -58,9 +58,9 @@ def missing(device: torch.device) -> str:
         )
     except OSError:
         return f"there is no C++ compiler ({compiler})"
-    return (
-        "" if built.returncode == 0 else f"a program that uses libaio could not be built ({_first_error(built.stderr)})"
-    )
+    if built.returncode == 0:
+        return ""
+    return f"a program that uses libaio could not be built ({_first_error(built.stderr)})"
 
 
 def ensure_built(device: torch.device, say: Callable[[str], object]) -> None:

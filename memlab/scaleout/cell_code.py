@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import symtable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,6 @@ class CellCode:
         if "get_ipython" in read:
             raise ScaleError("the cell uses ! or %, which ranks do not know: put that into a cell of its own")
         self._text = text
-        self._assigned = _assigned_in(tree)
         self.names = sorted(name for name in read if name in variables)
         self.variables = {name: variables[name] for name in self.names}
 
@@ -60,7 +60,7 @@ class CellCode:
         exec(compile(self._text, _FILE, "exec"), namespace)  # noqa: S102 - the user's own cell
         kept: dict[str, Any] = {}
         left: dict[str, str] = {}
-        for name in sorted(self._assigned & namespace.keys()):
+        for name in sorted(_assigned_in(self._text) & namespace.keys()):
             reason = _why_not(namespace[name])
             if reason:
                 left[name] = reason
@@ -74,23 +74,10 @@ class CellCode:
         return Brought(kept, contained, left)
 
 
-def _assigned_in(tree: ast.AST) -> set[str]:
+def _assigned_in(text: str) -> set[str]:
     """Names that statements outside of functions and classes assign, define or import."""
-    names: set[str] = set()
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-            continue
-        if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        if isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-        waiting += ast.iter_child_nodes(node)
-    return names
+    symbols = symtable.symtable(text, _FILE, "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _why_not(value: Any) -> str:
@@ -98,7 +85,7 @@ def _why_not(value: Any) -> str:
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
         return "models and optimizers other than those that were sent stay on the ranks"
     try:
-        serialization.pack({"value": value}, {})
+        serialization.pack({"value": value})
     except ScaleError as error:
         return str(error.__cause__ or error)
     return ""

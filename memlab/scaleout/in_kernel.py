@@ -51,7 +51,7 @@ class InKernel(LiveEngine):
         self.workload = workload
         self.device = workload.device
         self._undo = ExitStack()
-        self._replica: Replica | None = None
+        self._started: Replica | None = None  # the engine's model, from its start to its end
         self._techniques: InForce | None = None
         self._shown_parameters: list[tuple[nn.Parameter, tuple[int, ...]]] = []
         self._optimizers: list[Optimizer] = []
@@ -79,12 +79,18 @@ class InKernel(LiveEngine):
             one_rank.hold(self, self.device)
             tell_resizes(storage_resized, undo)
             _ignore_deprecations()
-            self._replica = Replica(self.workload.model, self.workload.name)
-            self._techniques = InForce(Workload(self._replica.model, name=self.workload.name))
+            self._started = Replica(self.workload.model, self.workload.name)
+            self._techniques = InForce(Workload(self._started.model, name=self.workload.name))
             self._techniques.change(replace(self.plan, scale=ScaleOut.NONE, offload=()))
             undo.callback(self._techniques.change, Plan())
             self._begin(undo)
             self._undo = undo.pop_all()
+
+    @property
+    def _replica(self) -> Replica:
+        """Return the model that the engine has taken apart; there is none before it has started."""
+        assert self._started is not None
+        return self._started
 
     def _require_one_device(self) -> None:
         tensors = [*self.workload.model.parameters(), *self.workload.model.buffers()]
@@ -148,7 +154,6 @@ class InKernel(LiveEngine):
 
     def _called(self, moment: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
         self._recover()
-        assert self._replica is not None
         assert self._techniques is not None
         call = chained([getattr(technique, moment) for technique in self._techniques.techniques], self._run)
         self._replica.follow()
@@ -175,11 +180,11 @@ class InKernel(LiveEngine):
 
     def _recover(self) -> None:
         """An engine in which something has failed is made anew; weights, moments and gradients are with the user."""
-        if self._replica is not None and not self._is_under_way:
+        if self._started is not None and not self._is_under_way:
             return
         with uninterrupted():
             optimizers = self._optimizers
-            for optimizer in optimizers if self._replica is not None else ():
+            for optimizer in optimizers if self._started is not None else ():
                 self.give_back_optimizer(optimizer)
             self.give_back()
             self.close()
@@ -197,7 +202,7 @@ class InKernel(LiveEngine):
     # -- off -----------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        if self._replica is None:
+        if self._started is None:
             return
         values = [
             torch.empty_strided(shown.shape, stride, dtype=shown.dtype, device=self.device).copy_(shown.detach())
@@ -209,7 +214,7 @@ class InKernel(LiveEngine):
 
     def close(self) -> None:
         self._undo.close()
-        self._replica = self._techniques = None
+        self._started = self._techniques = None
         self._shown_parameters, self._optimizers, self._is_under_way = [], [], False
         # engines are full of cycles
         gc.collect()

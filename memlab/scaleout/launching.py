@@ -29,10 +29,11 @@ from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, serialization, tensors
 from memlab.scaleout.engines import tp
+from memlab.scaleout.engines.base import DISK
 from memlab.scaleout.engines.deepspeed_engine import check_optimizers
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, MessageReader, RunStatus, failure, hung
 from memlab.scaleout.results import random_states, read_results, restore_results
-from memlab.scaleout.worker import DISK, JOB, PACKED, RESULTS, SENT, VALUES, RankJob
+from memlab.scaleout.worker import JOB, PACKED, RESULTS, SENT, VALUES, RankJob
 from memlab.session import session_of
 from memlab.units import format_bytes
 
@@ -178,7 +179,7 @@ def _send(
         "random": random_states(workload.device),
     }  # fmt: skip
     (folder / JOB).write_text(json.dumps(asdict(job)))
-    (folder / PACKED).write_bytes(serialization.pack(what, apart))
+    (folder / PACKED).write_bytes(serialization.pack(what, apart.values()))
     tensors.store(apart, folder / SENT)
     (folder / DISK).mkdir()
 

@@ -64,8 +64,7 @@ class OwnBackward:
     def run(self, call: _Call) -> Any:
         """Have the engine run the call, and return the output behind the node.
 
-        Args:
-            call: gives the output, and the names of attributes in which the model has kept tensors with a graph.
+        The call gives the output, and the names of attributes in which the model has kept tensors with a graph.
         """
         leaves = self._leaves
         if self._is_apart:
@@ -93,9 +92,7 @@ class OwnBackward:
     def gradients(self, outer: Gradients, leaf: Any) -> Gradients:
         """Gradients from those of the outputs: of the engine's outputs where its graph is not apart, inputs and parameters.
 
-        Args:
-            outer: of the outputs.
-            leaf: node that adds the gradient of the leaf that is here for it.
+        `leaf` is the node that adds the gradient of the leaf that is here for it.
         """
         nothing = [None] * len(self._sources)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()

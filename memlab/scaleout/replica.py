@@ -164,16 +164,13 @@ class Replica:
 
     def _mapped_container(self, value: Any) -> Any:
         """The same object, unless something in it has a second."""
-        items = list(value.items()) if isinstance(value, dict) else list(value)
+        items = [*value.values()] if isinstance(value, dict) else [*value]
         self._made[id(value)] = value  # should it hold itself
-        mapped = (
-            [(key, self._mapped(one)) for key, one in items] if isinstance(value, dict) else [*map(self._mapped, items)]
-        )
+        mapped = [*map(self._mapped, items)]
         del self._made[id(value)]
-        of_items = [one for _, one in items] if isinstance(value, dict) else items
-        of_mapped = [one for _, one in mapped] if isinstance(value, dict) else mapped
-        is_same = all(one is other for one, other in zip(of_items, of_mapped, strict=True))
-        return value if is_same else type(value)(mapped)
+        if all(one is other for one, other in zip(items, mapped, strict=True)):
+            return value
+        return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
 
     def _require_own_forward(self, module: nn.Module, second: nn.Module) -> None:
         forward = own_attributes(module).get("forward")

@@ -57,12 +57,12 @@ def write_results(path: Path, workload: Workload, engine: Engine, value: Any) ->
         workload.scheduler.state_dict() if workload.scheduler is not None else None,
         random_states(engine.device),
     )
-    path.write_bytes(serialization.pack({_NAME: results}, {}))
+    path.write_bytes(serialization.pack({_NAME: results}))
 
 
 def read_results(path: Path) -> Results:
     """Return what `write_results` has written."""
-    results: Results = serialization.unpack(path.read_bytes(), serialization.Apart.placeholder)[_NAME]
+    results: Results = serialization.unpack(path.read_bytes())[_NAME]
     return results
 
 

@@ -44,7 +44,7 @@ from memlab.scaleout.rows import Rows
 from memlab.session.in_force import InForce
 from memlab.techniques.base import ModelCall
 
-JOB, PACKED, SENT, RESULTS, VALUES, DISK = "job.json", "packed.pkl", "sent", "results", "values.pkl", "offloaded"
+JOB, PACKED, SENT, RESULTS, VALUES = "job.json", "packed.pkl", "sent", "results", "values.pkl"
 Optimizer = torch.optim.Optimizer
 
 
@@ -171,7 +171,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     clipping = Clipping()
     job = RankJob(**json.loads((folder / JOB).read_text()))
     device = _device(job)
-    opened = serialization.unpack((folder / PACKED).read_bytes(), serialization.Apart.placeholder)
+    opened = serialization.unpack((folder / PACKED).read_bytes())
     # ranks find each other through a file: no port is needed
     ranks, store = int(os.environ["WORLD_SIZE"]), f"file://{folder / 'store'}"
     dist.init_process_group(backends_for(device), init_method=store, rank=rank, world_size=ranks)

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import require_complete, rows_of, say_when_long
+from memlab.measuring.runs import require_complete, require_steps, rows_of, say_when_long
 from memlab.plan import Plan, Precision
 from memlab.plan.savings import more_micro_batches, to_measure
 from memlab.plan.space import half_format
@@ -31,7 +31,7 @@ from memlab.records import Measurement, Prediction
 from memlab.records.ablation import Ablation, AblationRow, added, helps, technique_words
 from memlab.records.comparison import NO_GAIN
 from memlab.runtime.workload import Workload
-from memlab.search.finding import Run, Say, bytes_of, compute_capability_of, require_steps, run_trial
+from memlab.search.finding import Run, Say, bytes_of, compute_capability_of, run_trial
 from memlab.units import format_bytes
 
 Order = Literal["documented", "gain"]
@@ -107,17 +107,13 @@ def ablation(
 
 def default_techniques(
     workload: Workload,
-    fixed: Plan = Plan(),  # noqa: B008 - frozen
+    fixed: Plan = Plan(),  # noqa: B008 - frozen; settings that all rows have
     *,
-    lossless: bool = False,
+    lossless: bool = False,  # those only that leave the gradient as it is
 ) -> list[Plan]:
     """The settings that are measured by default, as they suit a batch and a device, less the fields that are fixed.
 
-    Args:
-        workload: a batch of fewer than four rows is split into as many micro-batches as it has rows; a GPU without
-            bf16 gets fp16.
-        fixed: settings that all rows have.
-        lossless: those only that leave the gradient as it is.
+    A batch of fewer than four rows is split into as many micro-batches as it has rows; a GPU without bf16 gets fp16.
 
     Example:
         >>> import torch

@@ -28,7 +28,7 @@ import torch
 from memlab.errors import MissingExtraError, PlanError, RefusalError, WorkloadError
 from memlab.hardware.gpus import Gpu, gpu
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import Workloads, each_of, measure, row_of_failure, rows_of, say_when_long
+from memlab.measuring.runs import Workloads, each_of, measure, require_steps, row_of_failure, rows_of, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all, predicting
@@ -92,24 +92,15 @@ def find_plan(
 
 def choose_plan(
     workload: Workloads,
-    budget_bytes: int,
+    budget_bytes: int,  # size to fit into
     *,
-    device: str | Gpu | None = None,
-    fixed: Plan = Plan(),  # noqa: B008 - frozen
-    lossless: bool = False,
-    measured: Measurement | None = None,
-    progress: Say | None = None,
+    device: str | Gpu | None = None,  # to choose for, as for `predict`
+    fixed: Plan = Plan(),  # noqa: B008 - frozen; settings to keep, where a field at its default is free
+    lossless: bool = False,  # consider exact techniques only
+    measured: Measurement | None = None,  # as for `predict`
+    progress: Say | None = None,  # as for `find_plan`
 ) -> tuple[Plan, list[Prediction]]:
     """The fastest plan that is predicted to fit for certain, without running anything.
-
-    Args:
-        workload: as for `predict_all`, or several that train together.
-        budget_bytes: size to fit into.
-        device: a GPU of the catalogue to choose for, or its name; by default the device the model is on.
-        fixed: settings to keep; a field at its default is free.
-        lossless: consider exact techniques only.
-        measured: as for `predict`.
-        progress: called with a line before each prediction; by default as for `find_plan`.
 
     Returns:
         The plan, and what was predicted. It is `fixed` itself where that fits, and nothing else is predicted then. Where
@@ -152,12 +143,6 @@ def bytes_of(budget: str) -> int:
     if not isinstance(budget, str):
         raise PlanError(f"budget: expected a size as text, as in '8GiB', got {type(budget).__name__} {budget!r}")
     return parse_bytes(budget)
-
-
-def require_steps(steps: int) -> None:
-    """Refuse to time no step."""
-    if steps < 1:
-        raise WorkloadError(f"steps={steps}: at least one step must be timed")
 
 
 def _of_predictions(progress: Say | None) -> Say | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from memlab.runtime.tree import tensors_in
 from memlab.trace.cuda_kernels import Kernel, Registration, exists, operators_with, overload
 from memlab.trace.cuda_thread import exchange
 
@@ -88,12 +89,6 @@ def _each(cast: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return cast(value) if _eligible(value) else value
 
 
-def _cast_all(
-    cast: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return _each(cast, args), {key: _each(cast, value) for key, value in kwargs.items()}
-
-
 def _to(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
@@ -143,16 +138,20 @@ def exchange_cache(undo: ExitStack) -> None:
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast_all(_cache.lowered, args, kwargs)
+def _on_cast(
+    cast: Callable[[torch.Tensor], torch.Tensor], operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    given, named = _each(cast, args), {key: _each(cast, value) for key, value in kwargs.items()}
     with torch._C._DisableAutocast():
-        return operator(*args, **kwargs)
+        return operator(*given, **named)
+
+
+def _lower(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    return _on_cast(_cache.lowered, operator, args, kwargs)
 
 
 def _fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast_all(partial(_to, torch.float32), args, kwargs)
-    with torch._C._DisableAutocast():
-        return operator(*args, **kwargs)
+    return _on_cast(partial(_to, torch.float32), operator, args, kwargs)
 
 
 def _fp32_result(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,18 +183,9 @@ def _fp32_norm(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _widest(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    single = any(tensor.dtype is torch.float32 for tensor in _tensors((*args, *kwargs.values())))
+    single = any(t.dtype is torch.float32 for t in tensors_in([*args, *kwargs.values()]) if _eligible(t))
     dtype = torch.float32 if single else torch.get_autocast_dtype(_DEVICE)
-    args, kwargs = _cast_all(partial(_to, dtype), args, kwargs)
-    with torch._C._DisableAutocast():
-        return operator(*args, **kwargs)
-
-
-def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        found += _tensors(tuple(value)) if isinstance(value, (list, tuple)) else [value] if _eligible(value) else []
-    return found
+    return _on_cast(partial(_to, dtype), operator, args, kwargs)
 
 
 def _banned(_: Any, *__: Any, **___: Any) -> Any:

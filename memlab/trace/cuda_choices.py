@@ -41,9 +41,6 @@ def cuda_choices(gpu: Gpu) -> Iterator[None]:
 
     Autograd's backward must run in the calling thread, as it does for CPU tensors.
 
-    Args:
-        gpu: what the step is traced for; its compute capability decides about attention.
-
     Raises:
         MemlabError: a private name of torch that this needs does not exist in the installed version.
 
@@ -54,7 +51,7 @@ def cuda_choices(gpu: Gpu) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_CUDA.held())
         stack.enter_context(tracing_for(gpu))
-        stack.enter_context(cuda_literals.on_the_cpu())
+        stack.enter_context(cuda_literals.CudaMeansCpu())
         yield
 
 

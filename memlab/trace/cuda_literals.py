@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,11 +21,6 @@ from memlab.trace.cuda_thread import current_gpu, exchange
 _CPU = torch.device("cpu")
 
 
-def on_the_cpu() -> AbstractContextManager[Any]:
-    """A context in which calls that name a CUDA device mean the CPU."""
-    return _CudaMeansCpu()
-
-
 def _names_cuda(device: Any) -> bool:
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
@@ -34,8 +29,8 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites devices in calls of torch; everything else passes."""
+class CudaMeansCpu(TorchFunctionMode):
+    """Has calls of torch that name a CUDA device mean the CPU; everything else passes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,13 +45,13 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _cuda(_: _CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _cuda(_: CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor: torch.Tensor = args[0]
     memory_format = kwargs.get("memory_format", torch.preserve_format)
     return tensor if memory_format is torch.preserve_format else tensor.contiguous(memory_format=memory_format)
 
 
-def _to(_: _CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _to(_: CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     tensor, *rest = args
     if rest and _names_cuda(rest[0]):
         rest[0] = _CPU
@@ -65,7 +60,7 @@ def _to(_: _CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
     return torch.Tensor.to(tensor, *rest, **kwargs)
 
 
-def _type(_: _CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _type(_: CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     if rest and isinstance(rest[0], str):
         rest[0] = rest[0].replace("torch.cuda.", "torch.")
@@ -77,7 +72,7 @@ def _type(_: _CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 _GUARDS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _with_the_mode_on(function: Any) -> Callable[[_CudaMeansCpu, tuple[Any, ...], dict[str, Any]], Any]:
+def _with_the_mode_on(function: Any) -> Callable[[CudaMeansCpu, tuple[Any, ...], dict[str, Any]], Any]:
     """A function mode is off while it handles a call, but backward runs the user's code: recomputation.
 
     The function runs as a copy that does not ask for function modes again, with the mode on.
@@ -86,7 +81,7 @@ def _with_the_mode_on(function: Any) -> Callable[[_CudaMeansCpu, tuple[Any, ...]
     unguarded = types.FunctionType(function.__code__, world, function.__name__, function.__defaults__)
     unguarded.__kwdefaults__ = function.__kwdefaults__
 
-    def served(mode: _CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def served(mode: CudaMeansCpu, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mode:
             return unguarded(*args, **kwargs)
 
@@ -97,7 +92,7 @@ _RUNS_USER_CODE = {
     function: _with_the_mode_on(function)
     for function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
-_SERVED: dict[Any, Callable[[_CudaMeansCpu, tuple[Any, ...], dict[str, Any]], Any]] = {
+_SERVED: dict[Any, Callable[[CudaMeansCpu, tuple[Any, ...], dict[str, Any]], Any]] = {
     torch.Tensor.cuda: _cuda,
     torch.Tensor.to: _to,
     torch.Tensor.type: _type,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memlab.trace.cuda_kernels import Kernel, Registration, exists, is_watched, overload
+from memlab.trace.hidden_memory import is_channels_last
 
 _aten = torch.ops.aten
 
@@ -60,16 +61,9 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    if _is_channels_last(tensor) or tensor.is_complex() or (weight is not None and weight.dtype is not tensor.dtype):
+    if is_channels_last(tensor) or tensor.is_complex() or (weight is not None and weight.dtype is not tensor.dtype):
         return NotImplemented
     return _FusedRmsNorm.apply(tensor, list(normalized_shape), weight, eps)  # type: ignore[no-untyped-call]
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if memory_format is None or tensor.is_contiguous():
-        return False
-    return tensor.is_contiguous(memory_format=memory_format)
 
 
 class _FusedRmsNorm(torch.autograd.Function):

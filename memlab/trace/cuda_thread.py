@@ -21,26 +21,29 @@ import torch
 from memlab.errors import MemlabError
 from memlab.hardware.gpus import Gpu
 
-_thread = threading.local()
-_MISSING = object()
+
+class _Thread(threading.local):
+    """What a thread traces for."""
+
+    gpu: Gpu | None = None
+
+
+_thread = _Thread()
 
 
 def current_gpu() -> Gpu | None:
     """The GPU that the current thread traces for; None outside of a trace."""
-    gpus: list[Gpu] = getattr(_thread, "gpus", [])
-    return gpus[-1] if gpus else None
+    return _thread.gpu
 
 
 @contextmanager
 def tracing_for(gpu: Gpu) -> Iterator[None]:
     """Make this thread one that traces for a GPU."""
-    if not hasattr(_thread, "gpus"):
-        _thread.gpus = []
-    _thread.gpus.append(gpu)
+    before, _thread.gpu = _thread.gpu, gpu
     try:
         yield
     finally:
-        _thread.gpus.pop()
+        _thread.gpu = before
 
 
 class SharedExchange:
@@ -57,7 +60,9 @@ class SharedExchange:
         """Have the change in force, made by the first holder and taken back by the last."""
         with self._lock:
             if self._holders == 0:
-                self._begin()
+                with ExitStack() as undo:
+                    self._make(undo)
+                    self._undo = undo.pop_all()
             self._holders += 1
         try:
             yield
@@ -67,17 +72,12 @@ class SharedExchange:
                 if self._holders == 0:
                     self._undo.close()
 
-    def _begin(self) -> None:
-        with ExitStack() as undo:
-            self._make(undo)
-            self._undo = undo.pop_all()
-
 
 def exchange(owner: Any, name: str, replacement: Callable[[Any], Any], undo: ExitStack) -> None:
     """Replace an attribute by what is made of it. Raises `MemlabError`: this torch has no such attribute."""
-    original = vars(owner).get(name, _MISSING)
-    if original is _MISSING:
+    if name not in vars(owner):
         raise missing(f"{owner.__name__}.{name}")
+    original = vars(owner)[name]
     undo.callback(setattr, owner, name, original)
     setattr(owner, name, replacement(original))
 

@@ -32,12 +32,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memlab.measuring.operator_effects import OperatorEffect, effect_of
+from memlab.runtime.tree import tensors_in
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -195,7 +196,7 @@ def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     if all(alias is not None and alias.is_write for alias in aliases):
         places = [_place(result, args) for result in results]
         return Recipe(_OFFICIAL) if None in places else Recipe(_WRITTEN, tuple(places), container)
-    inputs = {tensor.untyped_storage()._cdata for tensor in _tensors([*args, *kwargs.values()])}
+    inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args, *kwargs.values()])}
     shares = [result is not None and result.untyped_storage()._cdata in inputs for result in results]
     if all(shares) and _is_wholly_meta(func):
         return Recipe(_VIEWED)
@@ -213,14 +214,6 @@ def _all_fakes(results: Iterable[Any]) -> bool:
 
 def _place(result: Any, args: tuple[Any, ...]) -> int | None:
     return next((place for place, value in enumerate(args) if value is result), None)
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _is_wholly_meta(func: Any) -> bool:
@@ -298,30 +291,28 @@ def _recurrent_layer(mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> A
         return (*outputs, torch.empty(size_bytes, dtype=torch.uint8, device=workspace.device))
 
 
+@dataclass(frozen=True)
+class _Described:
+    """A tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 def _described(value: Any) -> Any:
-    """A tensor as its shape and dtype; anything else as it is, in a form that can be looked up."""
+    """A value in a form that can be looked up."""
     if isinstance(value, torch.Tensor):
-        return _Described(tuple(value.shape), value.dtype)
+        return _Described(value.shape, value.dtype)
     return tuple(value) if isinstance(value, list) else value
-
-
-class _Described(tuple[Any, ...]):
-    """Shape and dtype of a tensor."""
-
-    __slots__ = ()
-
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        return super().__new__(cls, (shape, dtype))
 
 
 @functools.lru_cache(maxsize=64)
 def _workspace_bytes(*described: Any) -> int:
     """Bytes that a recurrent layer keeps for its backward pass, from running it on zeros."""
     args = [
-        torch.zeros(value[0], dtype=value[1], device="cpu") if isinstance(value, _Described) else value
+        torch.zeros(value.shape, dtype=value.dtype, device="cpu") if isinstance(value, _Described) else value
         for value in described
     ]
-    args = [list(value) if type(value) is tuple else value for value in args]
     workspace: torch.Tensor | None = _aten.mkldnn_rnn_layer.default(*args)[-1]
     return 0 if workspace is None else workspace.untyped_storage().nbytes()
 

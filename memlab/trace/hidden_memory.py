@@ -33,6 +33,7 @@ import torch
 
 from memlab.allocator.sizes import round_up
 from memlab.hardware.gpus import Gpu
+from memlab.trace.work import CHUNK_ELEMENTS
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -43,13 +44,7 @@ Sizes = tuple[int, ...]
 _Rule = Callable[[Sequence[Any], Mapping[str, Any], Gpu], Sizes]
 
 
-def hidden_bytes(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    out: Any,  # noqa: ARG001 -- part of what a recorder calls; the rules so far need only the arguments
-    gpu: Gpu,
-) -> Sizes:
+def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> Sizes:
     """Sizes of the temporaries inside one operator that are alive together when they need the most.
 
     They are alive beside the operator's inputs and outputs; all are freed when it returns.
@@ -265,25 +260,27 @@ def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -
     return max(copies, summed, key=sum)
 
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is laid out with its channels last, and in no other way."""
+    last = _LAST.get(tensor.dim())
+    return last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+
+
 def _laid_out(tensors: Sequence[torch.Tensor], deciding: Sequence[torch.Tensor]) -> Sizes:
     """Copies that cuDNN needs: in channels-last format where one of those that decide is, otherwise contiguous."""
-    wanted = torch.contiguous_format
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[0].dim())
-    if last is not None and any(
-        tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous() for tensor in deciding
-    ):
-        wanted = last
+    wanted = _LAST[tensors[0].dim()] if any(map(is_channels_last, deciding)) else torch.contiguous_format
     return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
 
 
 # --- many tensors at once -------------------------------------------------------------------------
 
-_CHUNK_ELEMENTS = 65536  # kChunkSize, aten/src/ATen/native/cuda/MultiTensorApply.cuh
-
 
 def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
     tensors = args[0]
-    chunks = max((-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in tensors), default=0)
+    chunks = max((-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in tensors), default=0)
     return (len(tensors) * chunks * _FP32_BYTES,) if chunks else ()
 
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memlab.trace.recorder import Recorder
@@ -47,7 +49,7 @@ def marking(model: nn.Module, modules: Sequence[nn.Module], recorder: Recorder, 
             _watch(module, number, recorder, marks, undo)
         for number, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
-                settled = _settled(number, recorder, marks)
+                settled = partial(_settled, number, recorder, marks)
                 undo.callback(parameter.register_post_accumulate_grad_hook(settled).remove)  # type: ignore[no-untyped-call]
         yield
 
@@ -70,28 +72,17 @@ def _watch(module: nn.Module, number: int, recorder: Recorder, marks: list[Mark]
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         mark(MarkedEvents.FORWARD_ENDS)
-        begun: list[bool] = []
-
-        def gradient_is_there(_: torch.Tensor) -> None:
-            if not begun:
-                begun.append(True)
-                mark(MarkedEvents.BACKWARD_BEGINS)
-
-        for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(gradient_is_there)  # type: ignore[no-untyped-call]
+        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        register_multi_grad_hook(outputs, lambda _: mark(MarkedEvents.BACKWARD_BEGINS), mode="any")
 
     undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     undo.callback(module.register_forward_hook(after).remove)
 
 
-def _settled(number: int, recorder: Recorder, marks: list[Mark]) -> Callable[[torch.Tensor], None]:
-    def settled(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            (storage,) = recorder.numbers_of([parameter.grad]) or [0]
-            marks.append(Mark(recorder.events, MarkedEvents.SETTLED, number, storage))
-
-    return settled
+def _settled(number: int, recorder: Recorder, marks: list[Mark], parameter: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        (storage,) = recorder.numbers_of([parameter.grad]) or [0]
+        marks.append(Mark(recorder.events, MarkedEvents.SETTLED, number, storage))
 
 
 class _Passed(torch.autograd.Function):

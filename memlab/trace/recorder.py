@@ -13,6 +13,7 @@ Rules beyond those of the ledger:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from memlab.runtime.dispatch import defers
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
+from memlab.trace.work import work_of
 from memlab.units import MIB
 
 _MOST_REAL_BYTES = 16 * MIB
@@ -50,11 +52,9 @@ _PRODUCTS = frozenset(
 _BACKWARDS = frozenset((_aten.native_dropout.default,))
 _DEVICE = torch.ops.prim.device.default
 _COST = "cost"
-_makes_from_nothing: dict[Any, bool] = {}
 
-# called with an operator, its arguments and its result
-Price = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Work | None]
-HiddenBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
+# called with an operator and its arguments
+HiddenBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Recorder(Ledger):
     """Watches a step on a twin: births, deaths and work."""
 
     def __init__(
-        self, fakes: FastFakes, price: Price, live: Iterable[torch.Tensor] = (), hidden_bytes: HiddenBytes | None = None
+        self, fakes: FastFakes, live: Iterable[torch.Tensor] = (), hidden_bytes: HiddenBytes | None = None
     ) -> None:
         super().__init__("cpu")
         self.priced: list[Priced] = []  # the operators that did work, in order
@@ -88,7 +88,7 @@ class Recorder(Ledger):
         self.products: dict[bool, int] = {}
         self.in_model = False  # whether the model itself runs, rather than what surrounds it
         self._fakes = fakes
-        self._price_of = price
+
         self._valueless: set[int] = set()  # storages of real floats that something fake was written to
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._hidden_bytes = hidden_bytes
@@ -225,8 +225,8 @@ class Recorder(Ledger):
     def _price(self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         known = None if recipe is None else recipe.learnt.get(_COST)
         if known is None:
-            work = self._price_of(func, args, kwargs, out)
-            hidden = self._hidden_bytes(func, args, kwargs, out) if work is not None and self._hidden_bytes else ()
+            work = work_of(func, args, kwargs, out)
+            hidden = self._hidden_bytes(func, args, kwargs) if work is not None and self._hidden_bytes else ()
             known = work, hidden
             if recipe is not None:
                 recipe.learnt[_COST] = known
@@ -240,14 +240,11 @@ class Recorder(Ledger):
             self.peak_bytes = max(self.peak_bytes, self._live_bytes + sum(hidden))
 
 
+@functools.cache
 def makes_from_nothing(func: Any) -> bool:
     """Return whether an operator makes tensors without being given any."""
-    known = _makes_from_nothing.get(func)
-    if known is None:
-        schema = getattr(func, "_schema", None)
-        known = schema is not None and not any("Tensor" in str(argument.type) for argument in schema.arguments)
-        _makes_from_nothing[func] = known
-    return known
+    schema = getattr(func, "_schema", None)
+    return schema is not None and not any("Tensor" in str(argument.type) for argument in schema.arguments)
 
 
 def _gives_values(func: Any) -> bool:

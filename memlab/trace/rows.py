@@ -13,13 +13,7 @@ from memlab.techniques.accumulation.split import Call, Layout
 
 
 def with_rows(workload: Workload, layout: Layout, rows: int) -> Any:
-    """Return the batch of a twin's workload with so many rows, made by repeating those it has.
-
-    Args:
-        workload: the workload, with a batch, or a batch and a target where it has a loss function.
-        layout: along which dimensions rows lie in a call.
-        rows: how many.
-    """
+    """Return the batch of a twin's workload with so many rows, made by repeating those it has."""
     whole = layout.rows
     known: dict[int, torch.Tensor] = {}
 

@@ -42,8 +42,7 @@ from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
 from memlab.trace.rows import flat, with_rows
-from memlab.trace.twin import Twin, live_tensors
-from memlab.trace.work import work_of
+from memlab.trace.twin import Twin
 
 # optimizer state appears in the first step: the second one is like all that follow
 _STEPS = 2
@@ -93,24 +92,14 @@ class Trace:
 
 
 class Tracer:
-    """Traces steps of one workload.
-
-    Args:
-        workload: the live objects with a batch; never touched.
-        device: the device the twin says it is on; by default the workload's.
-        choices: what makes operators choose as on that device.
-        others: those of the other models that train in the same loop.
-
-    Raises:
-        TraceError: the model cannot be copied.
-    """
+    """Traces steps of one workload. Raises `TraceError`: the model cannot be copied."""
 
     def __init__(
         self,
-        workload: Workload,
-        device: torch.device | None = None,
-        choices: Choices | None = None,
-        others: Sequence[Workload] = (),
+        workload: Workload,  # the live objects with a batch; never touched
+        device: torch.device | None = None,  # the twin says it is on; by default the workload's
+        choices: Choices | None = None,  # what makes operators choose as on that device
+        others: Sequence[Workload] = (),  # those of the other models that train in the same loop
     ) -> None:
         self._live = [workload, *others]
         self._choices = choices or Choices()
@@ -226,22 +215,14 @@ class Tracer:
 
     def one_pass(
         self,
-        plan: Plan,
-        rows: int | None = None,
+        plan: Plan,  # of which the settings that work on the model count
+        rows: int | None = None,  # of the batch; by default as many as it has. Others are made by repeating rows
         *,
-        use_cache: bool = True,
-        after: int | None = None,
-        is_first: bool = False,
+        use_cache: bool = True,  # False switches the model's key-value cache off, as accumulation does
+        after: int | None = None,  # where calls decide how later ones are run, one of so many rows went before
+        is_first: bool = False,  # none went before
     ) -> Trace:
-        """Trace forward and backward of one batch, without gradients before.
-
-        Args:
-            plan: its settings that work on the model; the others are left aside.
-            rows: rows of the batch; by default as many as it has. Others are made by repeating rows.
-            use_cache: False switches the model's key-value cache off, as accumulation does.
-            after: where calls decide how later ones are run, one of so many rows went before.
-            is_first: none went before.
-        """
+        """Trace forward and backward of one batch, without gradients before."""
         workload = self._pass_of(rows, use_cache=use_cache)
         with self._session(plan) as (session, seen):
             earlier = (workload,) if after is None else (self._with_rows(after), workload)
@@ -250,11 +231,7 @@ class Tracer:
             return self._one_pass(session, seen, workload)
 
     def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
-        """Trace the first pass of a batch that accumulation splits, and one like all that follow.
-
-        Args:
-            plan: its settings that work on the model, and accumulation.
-        """
+        """Trace the first pass of a batch that accumulation splits, and one like all that follow."""
         workload = self.twin.workload
         with self._session(plan) as (session, seen):
             first = self._one_pass(session, seen, workload)
@@ -269,8 +246,7 @@ class Tracer:
         return self.twin.with_batch(Batch(call.args, without_cache(workload.model, call.kwargs)))
 
     def _one_pass(self, session: Session, seen: _StepObserver, workload: Workload) -> Trace:
-        seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
-        seen.start()
+        seen.begin(session, workload)
         marks: list[Mark] = []
         with marking(workload.model, self.marked, seen.recorder, marks):
             loss = self._backward(workload, seen)
@@ -284,8 +260,7 @@ class Tracer:
     def _let_learn(self, session: Session, workload: Workload, seen: _StepObserver) -> None:
         """Run a forward beforehand where the first one decides how those after it are run."""
         if _learn_from_calls(session):
-            seen.recorder.begin([*parameters_of(workload.model), *_held(session), *inputs_of(call_of(workload))])
-            seen.start()
+            seen.begin(session, workload)
             output_of(workload)
 
     def one_graph(self) -> int:
@@ -312,12 +287,7 @@ class Tracer:
             return seen.finish(session), numbers
 
     def updates(self, plan: Plan, trained: Iterable[int]) -> tuple[Trace, Trace]:
-        """Trace the first update, which creates optimizer state, and one like all that follow.
-
-        Args:
-            plan: its settings that work on the optimizers; the others are left aside.
-            trained: numbers of the parameters that get a gradient.
-        """
+        """Trace the first update of these parameters, which creates optimizer state, and one like all that follow."""
         chosen = set(trained)
         with self._session(plan) as (session, seen):
             model = seen.workload.model
@@ -327,11 +297,7 @@ class Tracer:
             return first, second
 
     def update_of_flats(self, elements: Sequence[int]) -> Trace:
-        """Trace an update like all that follow the first, of optimizers that step one flat tensor for each group.
-
-        Args:
-            elements: of the tensor of each group, of all optimizers; 0 for no tensor.
-        """
+        """Trace an update like all that follow the first, of optimizers that step one flat tensor of so many elements for each group."""
         with self._session(Plan()) as (session, seen):
             groups = [group for optimizer in seen.workload.optimizers for group in optimizer.param_groups]
             before = [group["params"] for group in groups]
@@ -371,8 +337,7 @@ class Tracer:
             workload = seen.workload
             probe = Probe(workload.model, workload.name)
             whole = flat(call_of(workload))
-            seen.recorder.begin([*parameters_of(workload.model), *inputs_of(call_of(workload))])
-            seen.start()
+            seen.begin(session, workload)
             layout = probe.layout(whole)
             micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
             probe.weights(whole, layout, micro_batches)
@@ -389,15 +354,7 @@ class Tracer:
 
     def _step(self, session: Session, seen: _StepObserver) -> Trace:
         workload = seen.workload
-        seen.recorder.begin(
-            [
-                *parameters_of(workload.model),
-                *_held(session),
-                *state_of(workload.optimizers),
-                *inputs_of(call_of(workload)),
-            ]
-        )
-        seen.start()
+        seen.begin(session, workload, state_of(workload.optimizers))
         loss = self._backward(workload, seen)
         self._update(seen)
         trace = seen.finish(session)
@@ -439,14 +396,12 @@ class Tracer:
     ) -> Iterator[list[tuple[Session, _StepObserver]]]:
         """A session on each twin that is being recorded; everything is put back afterwards.
 
-        Args:
-            plan: of the sessions.
-            before: what lives before the plan is applied, where that is recorded, too.
-            is_known: whether the steps are memlab's own, and not those of a loop that a technique has to look at.
+        With `before`, what lives then, the applying of the plan is recorded, too. Steps that are not `is_known` are those of
+        a loop that a technique has to look at, and not memlab's own.
         """
         models = [twin.workload.model for twin in self.twins]
-        live = (tensor for each in self._live for tensor in live_tensors(each))
-        recorder = Recorder(self._fakes, work_of, live, self._choices.hidden_bytes)
+        live = (tensor for each in self._live for _, tensor in parameters_of(each.model))
+        recorder = Recorder(self._fakes, live, self._choices.hidden_bytes)
         gradients = [_GradientsBefore(each) for each in self._live]
         # globals, closures and classes that the twin's forward reaches are the user's
         reached = [State.of_model(model, torch.device("cpu")) for model in models]
@@ -454,7 +409,7 @@ class Tracer:
             known = loop_is_known() if is_known else nullcontext()
             with _undisturbed(), self._choices.entered(), known, ExitStack() as stack:
                 for model in models:
-                    stack.enter_context(_watched_model(model, recorder))
+                    _watch(model, recorder, stack)
                 if before is not None:
                     recorder.begin(before)
                     recorder.start()
@@ -498,6 +453,11 @@ class _StepObserver(LedgerObserver):
         self.first_call: Callable[[], None] | None = None  # called when the first call of a step begins
         self.until_update = 0  # number of births and deaths before the first update
         self.trained: frozenset[int] = frozenset()  # numbers of the parameters that have a gradient then
+
+    def begin(self, session: Session, workload: Workload, state: Iterable[Holding] = ()) -> None:
+        """Begin with what lives when the model is called."""
+        self.recorder.begin([*parameters_of(workload.model), *_held(session), *state, *inputs_of(call_of(workload))])
+        self.start()
 
     def start(self) -> None:
         self.samples = self.tokens = self.until_update = 0
@@ -557,8 +517,7 @@ class _GradientsBefore:
             )
 
 
-@contextmanager
-def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _watch(model: nn.Module, recorder: Recorder, undo: ExitStack) -> None:
     """Let the recorder know when the model's own forward runs, below all techniques."""
     original: Callable[..., Any] = model.forward
 
@@ -567,9 +526,7 @@ def _watched_model(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         with recorder.model_runs():
             return original(*args, **kwargs)
 
-    with ExitStack() as undo:
-        stand_in(model, "forward", watched, undo)
-        yield
+    stand_in(model, "forward", watched, undo)
 
 
 def _kept(seen: _StepObserver, *, with_graph: bool) -> int:
@@ -603,19 +560,15 @@ def _held(session: Session) -> Iterator[Holding]:
     return ((Category.PARAMETERS, tensor) for tensor in session.in_force.held_tensors)
 
 
-def _plain(output: Any) -> Any:
-    return dict(output) if isinstance(output, Mapping) else output
-
-
 def _large(output: Any) -> list[torch.Tensor]:
     """Tensors in an output that are computed, and not scalars."""
-    tensors = tensors_in(_plain(output))
+    tensors = tensors_in(output)
     return [t for t in tensors if not isinstance(t, LazyTensor) and not (t.numel() == 1 and t.dim() <= 1)]
 
 
 def _surrogate_loss(workload: Workload, output: Any) -> torch.Tensor:
     """A scalar that depends on every output of the model, computed with next to no memory."""
-    floats = [t for t in tensors_in(_plain(output)) if t.is_floating_point() and t.requires_grad]
+    floats = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if not floats:
         raise WorkloadError(
             f"{workload.name} returns nothing that depends on its parameters: there is nothing to train"

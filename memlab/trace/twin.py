@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -208,12 +208,6 @@ class Twin:
 def _is_part_of_the_model(hook: Any) -> bool:
     home = str(hook.__module__ if isinstance(hook, FunctionType) else type(hook).__module__)
     return home.startswith("torch.nn.utils.") or keeps_state_in_modules(home)
-
-
-def live_tensors(workload: Workload) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of the live model."""
-    yield from workload.model.parameters()
-    yield from workload.model.buffers()
 
 
 class _FakeCopies(TorchFunctionMode):

@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memlab.hardware.roofline import Kind, Work
+from memlab.runtime.tree import tensors_in
 from memlab.techniques.offload.spill import is_spilled
 
 _Args = tuple[Any, ...]
@@ -48,10 +50,7 @@ def work_of(func: Any, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work
     Known limitations:
         An operator without a formula is priced by its memory traffic alone.
     """
-    try:
-        rule = _rules[func]
-    except KeyError:
-        rule = _rules[func] = _learnt(func)
+    rule = _rule_of(func)
     return None if rule is None else rule(args, kwargs, out)
 
 
@@ -241,7 +240,7 @@ _KERNELS = {
 # https://github.com/pytorch/pytorch/blob/v2.9.0/aten/src/ATen/native/cuda/MultiTensorApply.cuh#L12-L21
 _TENSORS_OF_LAUNCH = (110, 110, 64, 48, 36, 30)
 _CHUNKS_OF_LAUNCH = 320
-_CHUNK_ELEMENTS = 65536
+CHUNK_ELEMENTS = 65536  # kChunkSize
 
 
 class _Rule:
@@ -307,7 +306,7 @@ class _Rule:
         if kwargs:
             for name, arg in kwargs.items():
                 if isinstance(arg, (torch.Tensor, list, tuple)):
-                    moved += self._times_by_name.get(name, 0) * _bytes_in((arg,))
+                    moved += self._times_by_name.get(name, 0) * _bytes_in(arg)
         if self._makes_tensors:
             made = self._made_bytes(out)
             moved += 2 * made if self._looks_up else made
@@ -316,7 +315,7 @@ class _Rule:
     def _made_bytes(self, out: Any) -> int:
         if not self._makes_tensors:
             return 0
-        return size_bytes_of(out) if isinstance(out, torch.Tensor) else _bytes_in((out,))
+        return _bytes_in(out)
 
 
 class _ProductRule(_Rule):
@@ -367,16 +366,14 @@ def _launches(lists: Sequence[Sequence[torch.Tensor]]) -> int:
     if not lists:
         return 1
     depth = min(len(lists), len(_TENSORS_OF_LAUNCH) - 1)
-    chunks = sum(-(-tensor.numel() // _CHUNK_ELEMENTS) for tensor in lists[0])
+    chunks = sum(-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in lists[0])
     return max(1, -(-len(lists[0]) // _TENSORS_OF_LAUNCH[depth]), -(-chunks // _CHUNKS_OF_LAUNCH))
 
 
-class _Item:
-    """Reading one value: it crosses to the host, and the host waits for it."""
-
-    def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work:
-        size_bytes = args[0].element_size()
-        return Work(0.0, size_bytes, "other", 1, 0 if args[0].is_cpu else size_bytes)
+def _item(args: _Args, _kwargs: Mapping[str, Any], _out: Any) -> Work:
+    """Work of reading one value: it crosses to the host, and the host waits for it."""
+    size_bytes = args[0].element_size()
+    return Work(0.0, size_bytes, "other", 1, 0 if args[0].is_cpu else size_bytes)
 
 
 def _shapes(value: Any) -> Any:
@@ -389,15 +386,8 @@ def _is_written(argument: Any) -> bool:
     return bool(argument.alias_info is not None and argument.alias_info.is_write)
 
 
-def _bytes_in(values: Sequence[Any]) -> int:
-    return sum(
-        size_bytes_of(value)
-        if isinstance(value, torch.Tensor)
-        else _bytes_in(value)
-        if isinstance(value, (list, tuple))
-        else 0
-        for value in values
-    )
+def _bytes_in(values: Any) -> int:
+    return sum(map(size_bytes_of, tensors_in(values)))
 
 
 def _crossing_bytes(args: _Args, out: Any) -> int:
@@ -416,17 +406,16 @@ def _is_in_file(tensor: torch.Tensor) -> bool:
 
 # --- the rule of an operator ----------------------------------------------------------------------
 
-_rules: dict[Any, _Pricer | None] = {}
 
-
-def _learnt(func: Any) -> _Pricer | None:
+@functools.cache
+def _rule_of(func: Any) -> _Pricer | None:
     """The rule of an operator, None where there is no work."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator: what runs inside is seen by itself
         return None
     name = schema.name
     if name == "aten::_local_scalar_dense":
-        return _Item()
+        return _item
     if name in _NO_WORK or _is_view(schema) or not _touches_tensors(schema):
         return None
     for kind, table in ((Kind.PRODUCT, _PRODUCTS), (Kind.ATTENTION, _ATTENTION)):

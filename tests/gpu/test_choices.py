@@ -158,7 +158,7 @@ def test_operators_take_what_was_predicted(make: Callable[[random.Random], Made]
             assert torch.__version__ < "2.12", "torch 2.11 does not group heads here, later ones do"
             continue
         taken = _requested("peak") - max(before, _requested("current"))
-        predicted = sum(hidden_bytes(operator, given, {}, out, gpu))
+        predicted = sum(hidden_bytes(operator, given, {}, gpu))
         del out
         # NVIDIA does not publish what cuDNN's plans of convolutions take
         most = math.inf if make is _a_convolution and not IS_EMULATED else 0.01 * taken

@@ -106,7 +106,7 @@ def come_home(folder: Path) -> tuple[Workload, Results]:
     groups = [[{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] for o in there.optimizers]
     assert there.scheduler is not None
     home = Results(None, groups, [{}], there.scheduler.state_dict(), random_states(there.device))
-    return there, serialization.unpack(serialization.pack({"home": home}, {}), serialization.Apart.placeholder)["home"]
+    return there, serialization.unpack(serialization.pack({"home": home}))["home"]
 
 
 def test_an_interrupt_before_the_first_write_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from memlab.records import Category, Phase
 from memlab.trace.cuda_attention import _RUN, Attention
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.recorder import Recorder, makes_from_nothing
-from memlab.trace.work import work_of
 
 _aten = torch.ops.aten
 
@@ -29,7 +28,7 @@ def mode() -> FakeTensorMode:
 
 @pytest.fixture
 def recorder(mode: FakeTensorMode) -> Iterator[Recorder]:
-    recorder = Recorder(FastFakes(mode), work_of)
+    recorder = Recorder(FastFakes(mode))
     recorder.begin([])
     yield recorder
     recorder.close()
@@ -76,7 +75,7 @@ def _views_and_factories(inputs: torch.Tensor, weight: torch.Tensor) -> None:
 def test_events_are_those_of_the_ledger(compute: Callable[..., None], mode: FakeTensorMode) -> None:
     seen = []
     for is_fake in (False, True):
-        watching: Ledger = Recorder(FastFakes(mode), work_of) if is_fake else Ledger("cpu")
+        watching: Ledger = Recorder(FastFakes(mode)) if is_fake else Ledger("cpu")
         with mode if is_fake else torch.enable_grad():
             inputs, weight = torch.empty(8, 16, requires_grad=True), torch.empty(16, 4, requires_grad=True)
         watching.begin([(Category.ACTIVATIONS, inputs), (Category.PARAMETERS, weight)])
@@ -130,10 +129,10 @@ def test_operators_that_do_work_are_priced_in_order(mode: FakeTensorMode, record
 
 
 def test_what_lives_inside_an_operator_counts_at_its_moment(mode: FakeTensorMode) -> None:
-    def inside(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
+    def inside(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         return (1000, 24) if func is _aten.mm.default else ()
 
-    recorder = Recorder(FastFakes(mode), work_of, hidden_bytes=inside)
+    recorder = Recorder(FastFakes(mode), hidden_bytes=inside)
     recorder.begin([])
     one = fake(mode, 8, 8)
     with recorder:
@@ -206,7 +205,7 @@ def test_large_integers_are_fake(recorder: Recorder) -> None:
 
 def test_operators_on_live_floats_are_refused(mode: FakeTensorMode) -> None:
     weight, steps = torch.ones(4, 4), torch.tensor(3)
-    recorder = Recorder(FastFakes(mode), work_of, live=[weight, steps])
+    recorder = Recorder(FastFakes(mode), live=[weight, steps])
     recorder.begin([])
     for touch in (lambda: weight * 2, lambda: weight[0] + 1, lambda: weight.add_(1)):
         with pytest.raises(TraceError, match="reaches a tensor of the live model"):
@@ -245,7 +244,7 @@ def test_factories_are_known_by_their_schema(func: Any, expected: bool) -> None:
 def test_on_a_gpu_autograd_adds_to_a_gradient_that_nobody_else_holds(mode: FakeTensorMode) -> None:
     births = []
     for hidden_bytes in (None, lambda *_: ()):
-        recorder = Recorder(FastFakes(mode), work_of, hidden_bytes=hidden_bytes)
+        recorder = Recorder(FastFakes(mode), hidden_bytes=hidden_bytes)
         recorder.begin([])
         inputs = fake(mode, 8, 8).requires_grad_()
         with recorder:
@@ -262,7 +261,7 @@ def test_on_a_gpu_autograd_adds_to_a_gradient_that_nobody_else_holds(mode: FakeT
 
 
 def test_a_sum_of_gradients_that_is_added_to_another_one_dies(mode: FakeTensorMode) -> None:
-    recorder = Recorder(FastFakes(mode), work_of, hidden_bytes=lambda *_: ())
+    recorder = Recorder(FastFakes(mode), hidden_bytes=lambda *_: ())
     recorder.begin([])
     inputs = fake(mode, 8, 8).requires_grad_()
     with recorder:
@@ -273,7 +272,7 @@ def test_a_sum_of_gradients_that_is_added_to_another_one_dies(mode: FakeTensorMo
 
 
 def on_a_gpu(mode: FakeTensorMode) -> Recorder:
-    recorder = Recorder(FastFakes(mode), work_of, hidden_bytes=lambda *_: ())
+    recorder = Recorder(FastFakes(mode), hidden_bytes=lambda *_: ())
     recorder.begin([])
     return recorder
 

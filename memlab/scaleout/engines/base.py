@@ -25,6 +25,8 @@ from memlab.techniques.accumulation.split import Division
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer
+# folder beside that of the tensors, for what is offloaded to the disk
+DISK = "offloaded"
 
 
 class Engine(ABC):
@@ -43,12 +45,9 @@ class Engine(ABC):
         # the model without what is hooked to the outermost module, which stays the user's
         self.inner = inner_of(workload.model)
         self.learnt = Learnt()  # what split calls have taught
-        # engines add settings of their own to the groups
-        # names of the settings of the optimizers' groups
-        self.settings = {
-            name for optimizer in workload.optimizers for group in optimizer.param_groups for name in group
-        }
-        self.settings.discard("params")
+        # names of the settings of the optimizers' groups, to which engines add settings of their own
+        groups = (group for optimizer in workload.optimizers for group in optimizer.param_groups)
+        self.settings = {name for group in groups for name in group} - {"params"}
 
     def start(self) -> None:
         """Give the placeholders their values, sharded as the engine has it, and wire the engine to the model."""
@@ -180,8 +179,5 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not tensor.is_meta:
-        moved = tensor.detach().to(device)
-        return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-    empty = torch.empty_like(tensor, device=device)
-    return nn.Parameter(empty.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    made = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    return nn.Parameter(made.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made.detach()

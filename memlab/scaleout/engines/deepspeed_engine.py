@@ -31,6 +31,7 @@ from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io
 from memlab.scaleout.sharding.zero import ZeroSizes
+from memlab.scaleout.tensors import names_of
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
@@ -195,7 +196,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"ZeRO updates many parameters as one, which {type(optimizer).__name__} is not known to allow",
             f"use --scale fsdp2, or one of {served}",
         )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = names_of(model)
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
         states = {names.get(id(p), "a parameter"): optimizer.state.get(p, {}) for p in trained}

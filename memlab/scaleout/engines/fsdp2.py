@@ -5,7 +5,9 @@ Source: `torch.distributed.fsdp.fully_shard`, https://docs.pytorch.org/docs/stab
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +79,20 @@ class LiveFsdp2(InKernel):
                 )
 
     def _begin(self, undo: ExitStack) -> None:
-        assert self._replica is not None
         shard(self._replica.model, self.device, offloads=self._offloads)
         for name, parameter, sharded in self._replica.parameters():
             if not isinstance(sharded, DTensor):
                 raise RefusalError("scale", f"FSDP2 did not shard {name}", "train without --scale")
             self._show(parameter, sharded._local_tensor.detach())
             if sharded.requires_grad:
-                undo.callback(on_gradient(sharded, _deliver_to(parameter)))
+                undo.callback(on_gradient(sharded, partial(_deliver, parameter)))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._replica is not None
         return _run(self._replica.model, *args, **kwargs)
 
     def step_ended(self) -> None:
         """The outermost module stays gathered after a forward; what the loop writes next must be gathered anew."""
         super().step_ended()
-        assert self._replica is not None
         self._replica.model.reshard()  # type: ignore[operator] # FSDP's module has it
 
     def give_back(self) -> None:
@@ -132,31 +131,21 @@ def shardable(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Blocks that share no parameter with the rest: what is tied has to be gathered together."""
     inside = [{id(parameter) for parameter in block.parameters()} for block in blocks]
     within = {id(part) for block in blocks for part in block.modules()}
-    outside = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in within
-        for parameter in module._parameters.values()
-    }
-    counts: dict[int, int] = {}
-    for owned in inside:
-        for parameter in owned:
-            counts[parameter] = counts.get(parameter, 0) + 1
+    others = (module for module in model.modules() if id(module) not in within)
+    counts = Counter(parameter for owned in inside for parameter in owned)
+    counts.update(id(parameter) for module in others for parameter in module._parameters.values())
     return [
         block
         for block, owned in zip(blocks, inside, strict=True)
-        if owned and not owned & outside and all(counts[parameter] == 1 for parameter in owned)
+        if owned and all(counts[parameter] == 1 for parameter in owned)
     ]
 
 
-def _deliver_to(parameter: nn.Parameter) -> Any:
-    def deliver(sharded: torch.Tensor) -> None:
-        assert isinstance(sharded.grad, DTensor)
-        gradient, sharded.grad = sharded.grad._local_tensor.detach(), None
-        with torch.no_grad():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    return deliver
+def _deliver(parameter: nn.Parameter, sharded: torch.Tensor) -> None:
+    assert isinstance(sharded.grad, DTensor)
+    gradient, sharded.grad = sharded.grad._local_tensor.detach(), None
+    with torch.no_grad():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _move_state(optimizer: Optimizer, device: torch.device) -> None:

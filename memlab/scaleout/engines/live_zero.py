@@ -16,7 +16,7 @@ Rules, beside those of `in_kernel` and `deepspeed_engine`:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class LiveZero(InKernel):
         super().__init__(plan, workload)
         self._stage = int(plan.scale.removeprefix("zero"))
         self._engine: DeepSpeedEngine | None = None
-        self._zero: Any = None
+
         self._optimizer: Optimizer | None = None
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._pairs: list[Pair] = []
@@ -124,21 +124,16 @@ class LiveZero(InKernel):
         with ExitStack() as undo:
             self._engine = engine = self._made(optimizer, undo)
             undo.callback(self._destroy)
-            self._optimizer, self._zero = optimizer, engine.zero
-            known = {id(mine): (name, users) for name, users, mine in self._parameters()}
+            self._optimizer = optimizer
+            known = {id(mine): (name, users) for name, users, mine in self._replica.parameters()}
             self._pairs = [Pair(*known[id(place.parameter)], place) for place in engine.places]
             engine.give_state({id(p.place.parameter): optimizer.state.get(p.users, {}) for p in self._pairs})
             self._show_all()
             self._wire(undo)
             self._undo.push(undo.pop_all())
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        assert self._replica is not None
-        return self._replica.parameters()
-
     def _made(self, optimizer: Optimizer, undo: ExitStack) -> DeepSpeedEngine:
-        assert self._replica is not None
-        own = {id(users): mine for _, users, mine in self._parameters()}
+        own = {id(users): mine for _, users, mine in self._replica.parameters()}
         second = second_of(optimizer)
         for group in optimizer.param_groups:
             trained = [own[id(p)] for p in group["params"] if p.requires_grad]
@@ -165,7 +160,7 @@ class LiveZero(InKernel):
         return pair.in_flat(self._deepspeed.flats[pair.place.flat].detach())
 
     def _show_all(self) -> None:
-        for name, users, own in self._parameters():
+        for name, users, own in self._replica.parameters():
             data = self._shown(name, own)
             if data is not None:
                 self._show(users, data.view(users.shape))
@@ -200,7 +195,6 @@ class LiveZero(InKernel):
         assert optimizer is not None
         self._gradients = ShownGradients(self._deepspeed, self._pairs, self._stage, undo)
         if self._stage == 3:
-            assert self._replica is not None
             self._gathered = Gathered(self._replica.model, undo)
         undo.callback(optimizer.register_load_state_dict_post_hook(self._loaded).remove)
         if any(self._deepspeed.is_in_file(number) for number in range(len(self._deepspeed.flats))):
@@ -230,7 +224,7 @@ class LiveZero(InKernel):
         self._gradients.forget()
         self._show_state()
         self._note_versions()
-        return not self._zero.overflow
+        return not self._deepspeed.zero.overflow
 
     def check_step(self) -> None:
         assert self._gradients is not None
@@ -264,7 +258,7 @@ class LiveZero(InKernel):
         written = [pair for pair in self._pairs if pair.users._version != self._versions[pair.name]]
         if not written:
             return
-        zero = self._zero
+        zero = self._deepspeed.zero
         if not self._shows_masters:
             self._update_masters(written)
         elif self._stage < 3:
@@ -282,7 +276,7 @@ class LiveZero(InKernel):
     def _update_masters(self, written: list[Pair]) -> None:
         for pair in written:
             if self._deepspeed.is_in_file(pair.place.flat):
-                self._zero.set_local_hp_param(pair.users.detach().flatten(), pair.place.parameter)
+                self._deepspeed.zero.set_local_hp_param(pair.users.detach().flatten(), pair.place.parameter)
             else:
                 self._flat_of(pair).copy_(pair.users)
 
@@ -305,9 +299,8 @@ class LiveZero(InKernel):
         with suppress(AttributeError):  # of an engine that was not complete
             self._engine.engine.destroy()
         if self._stage == 3:
-            assert self._replica is not None
             _forget_modules(self._replica.model)
-        self._engine = self._zero = self._optimizer = self._gathered = self._gradients = None
+        self._engine = self._optimizer = self._gathered = self._gradients = None
         self._groups, self._pairs, self._has_loaded = [], [], False
 
     @property
@@ -315,7 +308,7 @@ class LiveZero(InKernel):
         """Master weights beside what the device computes with, or the other way round."""
         if self._engine is None:
             return ()
-        zero = self._zero
+        zero = self._engine.zero
         flats = zero.fp16_partitioned_groups_flat if self._stage == 3 else zero.bit16_groups_flat
         return tuple(
             flat.detach() for flat in (*flats, *self._engine.flats) if flat is not None and flat.device == self.device

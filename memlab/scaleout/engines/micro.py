@@ -15,7 +15,7 @@ The mechanism is that of `memlab.techniques.accumulation.accumulation`; what dif
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -69,10 +69,9 @@ class SetAside:
             "leave --accumulate out for this loop",
         )
 
-    @contextmanager
-    def originals_untouched(self, model_name: str) -> Iterator[None]:
+    def originals_untouched(self, model_name: str) -> AbstractContextManager[None]:
         """Parameters are the originals here, so there is nothing to watch."""
-        yield
+        return nullcontext()
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Add what was set aside to the parameters' own."""

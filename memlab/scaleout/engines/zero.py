@@ -20,15 +20,13 @@ from memlab.errors import ScaleError
 from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
-from memlab.scaleout.engines.base import Engine
+from memlab.scaleout.engines.base import DISK, Engine
 from memlab.scaleout.engines.deepspeed_engine import DeepSpeedEngine
 from memlab.scaleout.engines.micro import SetAside, ShardedLearnt, ShardedRun
 from memlab.techniques.accumulation.split import Division
 from memlab.techniques.base import ModelCall
 
 Optimizer = torch.optim.Optimizer
-# folder beside that of the tensors, for what is offloaded to the disk
-DISK = "offloaded"
 
 
 class Zero(Engine):
@@ -122,7 +120,7 @@ class Zero(Engine):
     def _gradients_stay(self) -> Iterator[None]:
         """DeepSpeed's step does not finish them a second time."""
         self._engine.enable_backward_allreduce = False
-        self._zero.finalize_gradient_accumulation_boundary = _nothing
+        self._zero.finalize_gradient_accumulation_boundary = lambda: None
         try:
             yield
         finally:
@@ -196,7 +194,3 @@ class Zero(Engine):
 
     def stop(self) -> None:
         self._engine.destroy()
-
-
-def _nothing() -> None:
-    """Do nothing: it is done already."""

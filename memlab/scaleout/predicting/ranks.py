@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -173,7 +173,6 @@ class RankPredictor:
         self._passes = Passes(self._tracer, self.target.rates_under)
         self._passes_that_keep_parameters = Passes(self._tracer, self.target.rates_under)
         self.shape = _shape(self._tracer.twin.workload, modules, blocks)
-        self._plain: Trace | None = None
         self._flats: dict[Flats, Trace] = {}
 
     @property
@@ -189,11 +188,11 @@ class RankPredictor:
         as under `memlab.launch`.
         """
         rows = self._rows_of_a_rank(ranks, may_grow=may_grow)
-        sharding = self._sharding(scale, ranks)
-        traced = self._traced(scale, sharding, rows, is_split=ranks > 1)
+        sharding, settings = self._sharding(scale, ranks), of_model(replace(scale.plan, offload=()))
+        traced = self._traced(settings, sharding, rows, is_split=ranks > 1)
         account = MemoryAccount(has_host=self.target.settings is not None)
         update = self._update(sharding)
-        self._add_base(account, sharding, update, of_model(replace(scale.plan, offload=())))
+        self._add_base(account, sharding, update, settings)
         outputs_bytes = sum(traced.outputs_bytes(rows).values()) if gathers_outputs else 0
         # a second step finds what the first has left, and knows its order
         for _ in range(2):
@@ -218,8 +217,7 @@ class RankPredictor:
             notes=tuple(_about(traced, account, sharding, outputs_bytes)),
         )
 
-    def _traced(self, scale: Scale, sharding: Sharding, rows: int, *, is_split: bool) -> TracedPass:
-        settings = of_model(replace(scale.plan, offload=()))
+    def _traced(self, settings: Plan, sharding: Sharding, rows: int, *, is_split: bool) -> TracedPass:
         if not sharding.keeps_parameters:
             return self._passes.traced(settings, rows, is_split=is_split)
         with linear_as_in_stage_3():
@@ -253,12 +251,14 @@ class RankPredictor:
     def _update(self, sharding: Sharding) -> _Update:
         stepped = sharding.stepped
         if isinstance(stepped, float):
-            if self._plain is None:
-                self._plain = self._tracer.updates(Plan(), self.shape.trained)[1]
             return _Update(self._plain, stepped)
         if stepped not in self._flats:
             self._flats[stepped] = self._tracer.update_of_flats(stepped)
         return _Update(self._flats[stepped])
+
+    @cached_property
+    def _plain(self) -> Trace:
+        return self._tracer.updates(Plan(), self.shape.trained)[1]
 
 
 def _refuse_what_is_not_known(scale: Scale) -> None:
