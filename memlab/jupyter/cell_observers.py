@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.measuring.beside import Beside
@@ -214,13 +215,13 @@ class StaleOptimizers:
     def __init__(self, variables: Callable[[], Mapping[str, Any]]) -> None:
         self.is_silent = False  # whether it says nothing
         self._variables = variables
-        self._judged: set[int] = set()
+        self._judged: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
 
     def stepped(self, optimizer: torch.optim.Optimizer, workloads: Sequence[Workload]) -> None:
         """Look at an optimizer that steps, the first time it does."""
-        if id(optimizer) in self._judged:
+        if optimizer in self._judged:
             return
-        self._judged.add(id(optimizer))
+        self._judged[optimizer] = None
         for each in () if self.is_silent else workloads:
             said = stale_in_step(optimizer, each.model, each.name, self._variables())
             if said is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.jupyter.cell_observers import BesideInCell, Chooser, Largest, Notes, StaleOptimizers, without_graph
@@ -121,12 +122,15 @@ class CellWatch:
         # plans that were in force during the cell, and its first batch
         self.notes = Notes(self._step_ended, self._broke_off)
         self._next_told_seconds = 0.0
-        self._calls: dict[int, int] = {}  # how often a model was called while models were looked for
+        # how often a model was called while models were looked for
+        self._calls: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         self._looking: FirstTrainingCall | None = None
         self._trained_uncalled = False  # a model was updated before it was called
         self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
-        self._known: set[int] = set()  # optimizers that were there before
-        self._looked_at: set[int] = set()  # those that have stepped
+        self._known: MutableMapping[torch.optim.Optimizer, None] = (
+            WeakIdKeyDictionary()
+        )  # optimizers that were there before
+        self._looked_at: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()  # those that have stepped
         self._looks_left = _MOST_LOOKS
         self._missed: weakref.ref[torch.optim.Optimizer] | None = None  # the one whose model is looked for
         self._undo = ExitStack()
@@ -171,7 +175,8 @@ class CellWatch:
     def wait_for_model(self) -> None:
         """Attach to the models that the cell trains."""
         with self._beside("looking for models", is_needed=self._changes_something):
-            self._known |= {id(one) for one in live_optimizers()}
+            for one in live_optimizers():
+                self._known[one] = None
             self._undo.callback(register_optimizer_step_pre_hook(self._refuse_put_off).remove)
             self._look()
 
@@ -233,10 +238,10 @@ class CellWatch:
             return
         with self._beside("looking for stale optimizers"):
             self.stale.stepped(optimizer, [each.workload for each in self.sessions])
-        if id(optimizer) in self._looked_at:
+        if optimizer in self._looked_at:
             return
         with self._beside("looking for further models"):
-            self._looked_at.add(id(optimizer))
+            self._looked_at[optimizer] = None
             if not any(steps_some_of(optimizer, each.workload.model) for each in self.sessions):
                 # hooks of steps are being run: none can join them
                 self._missed = weakref.ref(optimizer)
@@ -289,7 +294,7 @@ class CellWatch:
         raise refusal
 
     def _takes(self, called: nn.Module) -> bool:
-        calls = self._calls[id(called)] = self._calls.get(id(called), 0) + 1
+        calls = self._calls[called] = self._calls.get(called, 0) + 1
         holder = next((each for each in self.sessions if _holds(each.workload.model, called)), None)
         if holder is not None:
             has_all = holder.steps > 0 and self._missed is None
@@ -305,7 +310,7 @@ class CellWatch:
             taken.is_fresh and not each.steps and _holds(called, each.workload.model) for each, taken in self._present
         ):
             self._begin_again()
-        has_made_optimizers = any(id(one) not in self._known for one in live_optimizers())
+        has_made_optimizers = any(one not in self._known for one in live_optimizers())
         if not optimizers and (self.sessions or (calls == 1 and has_made_optimizers)):
             # a teacher or a loss with weights, unless it is called again and nothing else trains
             self.passed_over = type(called).__name__
