@@ -804,17 +804,21 @@ def _recording() -> nn.Module:
         (_Tight(lambda model: model.calls.add_(1)), "the forward pass changes buffer calls"),
         (_Tight(lambda model: model.calls.data.add_(1)), "the forward pass changes buffer calls"),
         (_Tight(lambda model: setattr(model, "newest", 1)), "the forward pass changes"),
+        (_Tight(lambda _: random.random()), "the forward pass draws random numbers of Python or NumPy"),
+        (_Tight(lambda _: np.random.rand()), "the forward pass draws random numbers of Python or NumPy"),
         (
             _Tight(together=lambda y: y * (torch.arange(len(y)) % 4 < 3)[:, None]),
             "rows of a batch depend on each other",
         ),
     ],
-    ids=["hook", "buffer", "data", "attribute", "places"],
+    ids=["hook", "buffer", "data", "attribute", "Python", "NumPy", "places"],
 )
 def test_what_values_alone_show_to_be_no_sum_of_parts_is_refused(model: nn.Module, reason: str) -> None:
     before, x, random_state = copy.deepcopy(model.state_dict()), torch.randn(4, 6).double(), torch.get_rng_state()
+    on_host = random.getstate(), np.random.get_state()[2]
     with _in_single_rows(model), pytest.raises(RefusalError, match=reason):
         model(x)
+    assert (random.getstate(), np.random.get_state()[2]) == on_host
     assert all(bool((value == before[name]).all()) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not hasattr(model, "newest")

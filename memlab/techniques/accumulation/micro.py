@@ -291,10 +291,16 @@ class MicroRun:
 
     def _check_untouched(self, before: Surroundings) -> None:
         changed = next(iter(before.effects()), "")
-        if changed:
+        draws = self._random_states[0].host_differs()
+        if changed or draws:
             before.restore(strict=False)
             self.start_over()
-            raise unjudged(f"the forward pass changes {changed}")
+            done = (
+                f"changes {changed}"
+                if changed
+                else "draws random numbers of Python or NumPy, which may be for all rows at once"
+            )
+            raise unjudged(f"the forward pass {done}")
 
     def _before(self, micro_batch: Call) -> dict[int, torch.Tensor]:
         """By `id`, what tensors that were there before a micro-batch are for the batch."""
