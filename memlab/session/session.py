@@ -73,6 +73,7 @@ class Session:
         self.log = Log()
         self.rescuer = rescuer
         self._hooks_of: dict[int, ExitStack] = {}  # on each optimizer, by its id
+        self._added: dict[int, ExitStack] = {}  # likewise, with what else refers to it
         self.observers = Observers(self.log.note_once)
         self.observers.only(observers)
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -300,6 +301,8 @@ class Session:
             self.in_force.change(self.plan)
         self.switching.retry(lambda: self.in_force.check_optimizer(optimizer))
         with uninterrupted():
+            if self.workload.optimizers:
+                self._let_go_of_dropped()
             self._add_optimizer(optimizer, self._hooks)
             self.workload.optimizers.append(optimizer)
             self.log.note(f"found optimizer {type(optimizer).__name__}")
@@ -310,7 +313,22 @@ class Session:
             self._hook(optimizer, hooks)
             self.in_force.attach_optimizer(optimizer)
             hooks.callback(self.in_force.detach_optimizer, optimizer)
-            undo.push(hooks.pop_all())
+            self._added[id(optimizer)] = added = hooks.pop_all()
+            undo.push(added)
+
+    def _let_go_of_dropped(self) -> None:
+        """Let go of optimizers that the loop has dropped, moments and all, where no plan is on them."""
+        if self.techniques:
+            return
+        known = [weakref.ref(optimizer) for optimizer in self.workload.optimizers]
+        for optimizer in self.workload.optimizers:
+            self._added.pop(id(optimizer)).close()
+        del optimizer
+        self.workload.optimizers.clear()
+        for ref in known:
+            if (kept := ref()) is not None:
+                self._add_optimizer(kept, self._hooks)
+                self.workload.optimizers.append(kept)
 
     def _hook(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         hooks = self._hooks_of[id(optimizer)] = undo.enter_context(ExitStack())

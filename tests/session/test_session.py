@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -226,6 +227,26 @@ class TestRefusals:
             (model(pairs(0)[0]).sum() * beside.sum()).backward()
             optimizer.step()
         assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[beside])
+
+    @pytest.mark.parametrize("rescue", [False, True])
+    def test_an_optimizer_that_is_made_again_for_the_same_model_goes(self, *, rescue: bool) -> None:
+        """One that is still there goes on as it was."""
+        model, inputs = Tower(), pairs(0)[0]
+        body, made = torch.optim.AdamW(model.parameters()), []
+        with fit(Workload(model, body).held_weakly(), rescue=rescue) as session:
+            for _ in range(3):
+                optimizer = torch.optim.AdamW(model.parameters())
+                made.append(weakref.ref(optimizer))
+                for _ in range(2):
+                    model(inputs).sum().backward()
+                    body.step()
+                    optimizer.step()
+                gc.collect()
+                assert [ref() is not None for ref in made] == [False] * (len(made) - 1) + [True]
+                assert session.workload.optimizers == [body, optimizer]
+        assert {int(state["step"]) for state in body.state.values()} == {6}
+        assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+        assert not body._optimizer_step_pre_hooks
 
     def test_an_optimizer_that_evaluates_its_closure_twice(self) -> None:
         """Sharpness-aware steps look at two points; memlab must leave both to them."""
