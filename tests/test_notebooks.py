@@ -79,7 +79,7 @@ def _executed(name: str, *cells: str, without: str = "") -> Any:
     return notebook
 
 
-@pytest.mark.few(0, full=3)
+@pytest.mark.few(0, full=2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", _CHAPTERS)
 def test_a_chapter_runs_to_its_end_in_little_memory(name: str) -> None:

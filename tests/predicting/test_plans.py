@@ -75,7 +75,7 @@ def compared(name: str) -> list[tuple[Pair, Measurement]]:
     return [(pair, pair.measured) for pair in pairs(name) if pair.measured is not None]
 
 
-@pytest.mark.few(1, full=4)
+@pytest.mark.few(1, full=3)
 @pytest.mark.parametrize("name", _NAMES)
 def test_peaks_are_those_of_the_ledger(name: str) -> None:
     errors = {pair.flags: pair.error for pair, _ in compared(name)}

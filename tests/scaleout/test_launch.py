@@ -42,7 +42,7 @@ def no_process_left() -> Any:
         time.sleep(0.1)
 
 
-@pytest.mark.few(1, full=2)
+@pytest.mark.few(1, full=1)
 @pytest.mark.parametrize(
     "flags", engines(*ENGINES, "fsdp2 --offload optimizer --checkpoint", "zero3 --offload optimizer")
 )
@@ -56,7 +56,7 @@ def test_two_ranks_train_as_one_process_does(flags: str) -> None:
         assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
 
 
-@pytest.mark.few(0, full=2)
+@pytest.mark.few(0, full=1)
 @pytest.mark.parametrize("flags", engines("fsdp2", "zero1", "zero3"))
 def test_one_rank_makes_no_difference_at_all(flags: str) -> None:
     # engines add up the norm for clipping in another order
@@ -121,7 +121,7 @@ def differing(workload: Workload, before: Snapshot) -> list[str]:
     return changed_between(before, Snapshot(workload))
 
 
-@pytest.mark.few(1, full=2)
+@pytest.mark.few(1, full=1)
 @pytest.mark.usefixtures("no_process_left")
 @pytest.mark.parametrize("how", ["raises", "dies", "hangs", "runs out"])
 def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:

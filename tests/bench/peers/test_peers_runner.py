@@ -117,7 +117,7 @@ def test_it_stops_before_its_minutes_are_over(tmp_path: Path, monkeypatch: pytes
     assert book.records == []
 
 
-@pytest.mark.few(0, full=1)
+@pytest.mark.few(0, full=0)
 @pytest.mark.parametrize("process", [runner.Fresh, runner.Forked])
 def test_a_contestant_that_breaks_is_reported(process: type[runner.Fresh | runner.Forked]) -> None:
     broken = Contest("checkpointing", "", (Contestant("nobody", "", by_hand),))

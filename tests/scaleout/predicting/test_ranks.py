@@ -28,7 +28,7 @@ def _case(make: Callable[..., Any], flags: str, nproc: int) -> Any:
     return pytest.param(make, flags, nproc, marks=marks, id=f"{make.__name__}-{flags}-{nproc}")
 
 
-@pytest.mark.few(0, full=2)
+@pytest.mark.few(0, full=1)
 @pytest.mark.parametrize(
     ("make", "flags", "nproc"),
     [
