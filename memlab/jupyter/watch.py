@@ -127,10 +127,9 @@ class CellWatch:
         self._looking: FirstTrainingCall | None = None
         self._trained_uncalled = False  # a model was updated before it was called
         self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
-        self._known: MutableMapping[torch.optim.Optimizer, None] = (
-            WeakIdKeyDictionary()
-        )  # optimizers that were there before
-        self._looked_at: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()  # those that have stepped
+        # optimizers that were there before, and those that have stepped
+        self._known: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
+        self._looked_at: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
         self._looks_left = _MOST_LOOKS
         self._missed: weakref.ref[torch.optim.Optimizer] | None = None  # the one whose model is looked for
         self._undo = ExitStack()
@@ -231,10 +230,14 @@ class CellWatch:
         """Return whether the cell asked for a plan, and must not train without it."""
         return self._plan not in (None, Plan()) or self._choose is not None
 
+    @property
+    def _is_of_loop(self) -> bool:
+        """Return whether what goes on now is of the cell's loop: of a thread that counts, and no step of a measurement."""
+        return self._thread in (None, threading.get_ident()) and not is_loop_known()
+
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
-        is_mine = self._thread in (None, threading.get_ident())
-        if self.failure or not is_mine or is_loop_known():
+        if self.failure or not self._is_of_loop:
             return
         with self._beside("looking for stale optimizers"):
             self.stale.stepped(optimizer, [each.workload for each in self.sessions])
@@ -250,13 +253,8 @@ class CellWatch:
 
     def _made(self, _module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
         """Look for a further model when one is made, so that the plan is on it in its first step."""
-        is_mine = self._thread in (None, threading.get_ident())
-        if (
-            self._looking is None
-            and self._looks_left
-            and is_mine
-            and not (self.failure or is_loop_known() or calls_under_way())
-        ):
+        can_look = self._looking is None and self._looks_left > 0 and not self.failure
+        if can_look and self._is_of_loop and not calls_under_way():
             with self._beside("looking for further models"):
                 self._looks_left -= 1
                 self._calls.clear()
@@ -287,7 +285,7 @@ class CellWatch:
 
     def _refuse_put_off(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Refuse at the step what the plan does not apply to, where nothing else was called before it."""
-        if self._put_off is None or self._thread not in (None, threading.get_ident()) or is_loop_known():
+        if self._put_off is None or not self._is_of_loop:
             return
         refusal, self._put_off = self._put_off, None
         self._broke_off(refusal)
@@ -476,7 +474,7 @@ class CellWatch:
         session, meter = self.session, self._meter
         if session is None or meter is None:
             return 0
-        for each, _ in self._present:
+        for each in self.sessions:
             each.usage.note()
             if error is not None:
                 each.loop_was_left()
@@ -486,7 +484,7 @@ class CellWatch:
             if batch is not None and each.attached:
                 own = history_of(each.workload.model)
                 own.batch = without_graph(batch)
-                own.tape = meter.tape or (own.tape if len(self._present) > 1 else None)
+                own.tape = meter.tape or (own.tape if len(self.sessions) > 1 else None)
         notes = _notes(self.sessions)
         measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
         history.add_steps(meter.steps, meter.times.steps_ended)

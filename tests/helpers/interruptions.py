@@ -322,7 +322,9 @@ if __name__ == "__main__":
     chosen = sys.argv[2:] or PLANS
     began = perf_counter()
     for plan in chosen:
-        needed: tuple[Rescue, ...] = () if "optimizer" in plan or "release" in plan else ("needed",)
+        # SGD without momentum keeps nothing that could go elsewhere
+        has_none_left = any(word in plan for word in ("optimizer", "release", "sgd"))
+        needed: tuple[Rescue, ...] = () if has_none_left else ("needed",)
         for rescue in (*((False, True)[not plan :]), *needed):  # the user's own step is interrupted as torch has it
             for zeroes in ("first", "last"):
                 failed = campaign(plan, count, rescue=rescue, zeroes=zeroes)

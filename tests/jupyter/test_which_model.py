@@ -408,7 +408,14 @@ def test_a_refusal_for_a_part_waits_for_the_whole(cell: Cell, is_whole_called: b
         )
 
 
-SEARCH = """
+_STEPS = """
+    for step in range(5):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())"""
+SEARCH = f"""
 import gc, weakref
 import torch
 from torch import nn
@@ -419,12 +426,7 @@ for trial in range(3):
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     made += [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
-    for step in range(5):
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+{_STEPS}
     gc.collect()
     alive.append(sum(ref() is not None for ref in made))
 """
@@ -455,7 +457,7 @@ def test_a_search_keeps_one_model_at_a_time(shell: Any, cell: Cell, flags: str) 
 
 
 def test_a_further_model_that_a_plan_does_not_apply_to_ends_no_loop(shell: Any, cell: Cell) -> None:
-    loop = """
+    loop = f"""
 import torch
 from torch import nn
 torch.manual_seed(0)
@@ -463,12 +465,7 @@ losses, inputs = [], torch.randn(8, 4)
 models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
 for model in models:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+{_STEPS}
 """
     cell(loop)
     losses = shell.user_ns["losses"]

@@ -369,8 +369,7 @@ class Accumulation(Technique):
         Lengths count by powers of two: a loop whose batches are as long as their longest row would else be judged all the time.
         Of rows in lists it counts whether all parts are as long as the whole, to which a model may pad them.
         """
-        dims, ranges = dict(layout.dims), row_ranges(layout.rows, parts)
-        whole = layout.view(whole)
+        dims, whole = dict(layout.dims), layout.view(whole)
         shapes = tuple(
             (
                 leaf.dtype,
@@ -378,7 +377,7 @@ class Accumulation(Technique):
                 *(size.bit_length() for dim, size in enumerate(leaf.shape) if dim != dims.get(i)),
             )
             if isinstance(leaf, torch.Tensor)
-            else (type(leaf), layout.in_lists and i in dims and _are_alike(leaf, ranges))
+            else (type(leaf), layout.in_lists and i in dims and _are_alike(leaf, row_ranges(layout.rows, parts)))
             for i, leaf in enumerate(whole.leaves)
         )
         modes = hash(

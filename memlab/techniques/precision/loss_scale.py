@@ -138,7 +138,8 @@ class LossScale:
         # a leaf that stands in for a parameter shares its attributes, and its gradient goes on to it
         known = {id(vars(each)) for each in own}
         found = {key: leaf for key, leaf in leaves.items() if id(vars(leaf)) not in known}
-        ends = {key: places for key, node in past.items() if (places := _places(node, found.keys() | {*map(id, own)}))}
+        hooked = found.keys() | {*map(id, own)}
+        ends = {key: places for key, node in past.items() if (places := _places(node, hooked))}
         if ends:
             self._refuse_both_ways(past.keys() & inside.keys())
         hooks = [past[key].register_hook(partial(_multiplied, places, self.scale)) for key, places in ends.items()]

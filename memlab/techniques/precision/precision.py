@@ -231,22 +231,22 @@ class PrecisionChoice(Technique):
 
     def _refuse_later(self, run: Callable[[], Any], error: Exception) -> NoReturn:
         """Raise the refusal of a model that does something new, which does not run in half precision, or its own error."""
-        model = self._model()
-        if model is None or self._is(Precision.FP32) or self._is(Precision.TF32):
+        model = self._model()  # None in full precision
+        if model is None:
             raise error
-        FirstCalls(self.plan.precision, self._lowered, self._masters, self._in_fp32).refuse_later(
-            self._name, model, run, error
-        )
+        self._first_calls().refuse_later(self._name, model, run, error)
 
     def _refuse_hooks_together(self, model: nn.Module) -> None:
         if any(map(is_awaited_with_others, model.parameters())):
             raise RefusalError(self.field, *_TOGETHER)
 
+    def _first_calls(self) -> FirstCalls:
+        return FirstCalls(self.plan.precision, self._lowered, self._masters, self._in_fp32)
+
     def _first(
         self, name: str, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        calls = FirstCalls(self.plan.precision, self._lowered, self._masters, self._in_fp32)
-        return calls.run(name, model, call, args, kwargs)
+        return self._first_calls().run(name, model, call, args, kwargs)
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return call(*args, **kwargs) if self._pure is None else self._pure.run(call, args, kwargs)
