@@ -235,7 +235,8 @@ class Control(Observer):
         with self._lock:
             # many short steps are taken in together
             self.feed.take_in()
-        if not self._hold.is_cancelled:
+        # steps of its own are not advanced while they are paused: a cell that is run meanwhile must not wait for them
+        if not self._hold.is_cancelled and self._playing is None:
             self._stand_still()
         self._hold.end_if_cancelled(self.feed.step)
 
@@ -246,13 +247,9 @@ class Control(Observer):
     def _stand_still(self) -> None:
         if self._meter is not None:
             self._meter.pause()
-        hold = self._hold
-        activity, hold.activity = hold.activity, Activity.PAUSED
-        self._draw_all()
-        try:
-            hold.wait()
-        finally:
-            hold.activity = activity
+        with self._hold.at_rest():
+            self._draw_all()
+            self._hold.wait()
         self._draw_all()
 
     def plan_changed(self, plan: Plan) -> None:
@@ -376,19 +373,20 @@ class Control(Observer):
 
     def pause(self) -> None:
         if self._activity in _RUNNING:
-            self._hold.begin()
-            if self._playing is not None:
-                self._playing.pause()
-                self._hold.activity = Activity.PAUSED
+            playing = self._playing
+            self._hold.begin(is_at_rest=playing is not None)
+            if playing is not None:
+                playing.pause()
             self._changed()
 
     def resume(self) -> None:
+        was_held = self._hold.is_held
         self._hold.end()
-        if self._playing is not None and self._activity is Activity.PAUSED:
-            if self._meter is not None:
-                self._meter.pause()
-            self._hold.activity = Activity.MEASURING
-            self._playing.resume()
+        playing, meter = self._playing, self._meter
+        if playing is not None and was_held:
+            if meter is not None:
+                meter.pause()
+            playing.resume()
         self._changed()
 
     def cancel(self) -> None:
@@ -525,7 +523,7 @@ class Control(Observer):
 
     def _run_ended(self, error: BaseException | None) -> None:
         self._playing = None
-        self._hold.activity = Activity.IDLE
+        self._hold.reset(Activity.IDLE)
         if error is not None:
             self._views.report(error)
         self.draw()

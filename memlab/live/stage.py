@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from memlab.errors import SessionError
@@ -72,10 +73,16 @@ class Hold:
     """
 
     def __init__(self) -> None:
-        self.activity = Activity.IDLE
         self.is_cancelled = False
+        self._doing = Activity.IDLE
+        self._is_at_rest = False  # whether it stands still while it is held
         self._go = threading.Event()
         self._go.set()
+
+    @property
+    def activity(self) -> Activity:
+        """Return what the loop does; never a pause that is over, whichever thread asked for it or ended it."""
+        return Activity.PAUSED if self._is_at_rest and self.is_held and self._doing is not Activity.IDLE else self._doing
 
     @property
     def is_held(self) -> bool:
@@ -87,7 +94,9 @@ class Hold:
         """Return whether the loop just goes on."""
         return self._go.is_set() and not self.is_cancelled
 
-    def begin(self) -> None:
+    def begin(self, *, is_at_rest: bool) -> None:
+        """Have it stand still from its next step boundary on, or say that it does already."""
+        self._is_at_rest = is_at_rest
         self._go.clear()
 
     def end(self) -> None:
@@ -100,10 +109,19 @@ class Hold:
     def reset(self, activity: Activity) -> None:
         self.is_cancelled = False
         self._go.set()
-        self.activity = activity
+        self._doing = activity
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Say that the loop stands still while it is held."""
+        self._is_at_rest = True
+        try:
+            yield
+        finally:
+            self._is_at_rest = False
 
     def wait(self) -> None:
-        """Stand still until released or cancelled."""
+        """Wait until released or cancelled."""
         while not self._go.wait(_LOOK_SECONDS):  # short, so that Ctrl-C is noticed everywhere
             pass
 

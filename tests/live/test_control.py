@@ -233,7 +233,7 @@ def test_each_model_of_a_loop_has_a_panel_that_shows_and_holds_the_loop(workload
         if moment.activity is Activity.PAUSED:
             panel.resume()
 
-    end_resuming = control.watch(resumed)
+    end_resuming = panel.watch(resumed)
     with session, second, Cell(control, workload) as cell:
         panel.training_begins(second, cell.meter, control)
         assert shown[-1] is Activity.TRAINING
@@ -422,6 +422,38 @@ def test_a_paused_loop_stands_still_and_the_pause_is_no_step_time(control: Contr
         assert Activity.PAUSED in states
         seconds = cell.meter.steps[-1].seconds
     assert seconds < 0.5
+
+
+@pytest.mark.parametrize("clicks", [["pause"], ["pause", "resume"], ["pause", "resume", "pause"]])
+def test_clicks_within_a_step_of_its_own_are_shown_and_keep_nobody_waiting(
+    control: Control, workload: Workload, clicks: list[str]
+) -> None:
+    stage = control.stage = Later()
+    control.run(keep=False)
+    stage.idle()
+    (played,) = stage.played
+    assert played.advance()
+
+    class Clicking(Observer):
+        def step_boundary(self) -> None:
+            for each in clicks:
+                getattr(control, each)()
+
+    clicking = Clicking()
+    session_of_control(control).observers.add(clicking, first=True)
+    assert played.advance()  # a cell that is run now would wait for a step that stood still
+    session_of_control(control).observers.remove(clicking)
+    is_paused = clicks[-1] == "pause"
+    assert control.moment().activity is (Activity.PAUSED if is_paused else Activity.MEASURING)
+    assert played.advance() is not is_paused
+    control.resume()
+    assert played.advance()
+    assert control.moment().activity is Activity.MEASURING
+    control.pause()
+    control.cancel()
+    stage.idle()
+    assert control.moment().activity is Activity.IDLE
+    assert control.can() & Can.RUN
 
 
 def test_ctrl_c_ends_a_pause(control: Control, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
