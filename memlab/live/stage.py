@@ -82,7 +82,9 @@ class Hold:
     @property
     def activity(self) -> Activity:
         """Return what the loop does; never a pause that is over, whichever thread asked for it or ended it."""
-        return Activity.PAUSED if self._is_at_rest and self.is_held and self._doing is not Activity.IDLE else self._doing
+        return (
+            Activity.PAUSED if self._is_at_rest and self.is_held and self._doing is not Activity.IDLE else self._doing
+        )
 
     @property
     def is_held(self) -> bool:
