@@ -47,7 +47,7 @@ class Panel:
         self._lock = threading.RLock()
         self._is_closed = False
         self._controls = Controls(source, self._copy)
-        self._frame = -1
+        self._number = self._frame = -1  # of the moment that is shown
         self._errors: list[str] = []
         self._code = ""
         self.widget.on_msg(self._heard)
@@ -57,10 +57,11 @@ class Panel:
         self.draw(source.moment())
 
     def draw(self, moment: Moment) -> None:
-        """Show a moment: settings and the status always, figure and table where the moment has new ones."""
+        """Show a moment that is newer than what is shown: the status always, figure and table where it has new ones."""
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or moment.number < self._number:
                 return
+            self._number = moment.number
             self._page.show(controls=self._controls.state(moment) | self._words(moment))
             if moment.frame != self._frame:
                 self._frame = moment.frame

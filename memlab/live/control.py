@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import count
 from time import perf_counter
 
 import torch
@@ -93,6 +94,7 @@ class Control(Observer):
         self._pending_changes = PendingChanges()
         self._live_predictions = LivePredictions()
         self._views = Views()
+        self._numbers = count()  # of moments
         self._budget_bytes: int | None = None
         self._pace = Pace()
         # settings and status are cheap: they follow sooner than figures can
@@ -280,6 +282,7 @@ class Control(Observer):
             self.feed.take_in()
             self.feed.measure()
             session = self.session
+            rescuer = session.rescuer if session is not None else None
             activity = Activity.GONE if self.model.is_gone else self._activity
             return Moment(
                 title=self._title,
@@ -295,11 +298,12 @@ class Control(Observer):
                 budget_bytes=self._budget_bytes,
                 capacity_bytes=self.capacity_bytes,
                 events=tuple(self._events),
-                rescues=tuple(session.rescuer.rescues) if session is not None and session.rescuer is not None else (),
+                rescues=tuple(rescuer.rescues) if rescuer is not None else (),
                 status=_status_line(activity, self.model.name, self.feed, self._pending_changes, self._doing),
                 world=self.world,
                 errors=tuple(self._views.errors),
                 frame=self._views.frame,
+                number=next(self._numbers),
             )
 
     def can(self) -> Can:
@@ -408,11 +412,12 @@ class Control(Observer):
 
     def undo(self) -> None:
         """Give the workload back as it was; while a cell trains it, take every setting off."""
-        if self._activity is not Activity.IDLE and self._playing is None:  # a cell trains, be it paused
+        playing = self._playing
+        if self._activity is not Activity.IDLE and playing is None:  # a cell trains, be it paused
             self.ask_plan(Plan())
             return
-        if self._playing is not None:
-            self.stage.when_idle(self._playing.cancel)
+        if playing is not None:
+            self.stage.when_idle(playing.cancel)
         elif self.session is not None:
             # for a loop that comes before this is done, or that trains without the magic
             self.session.switching.ask(Plan())

@@ -131,6 +131,7 @@ class Moment:
     world: str = ""  # how clicks reach the run here: in words; empty when they arrive at once
     errors: tuple[str, ...] = ()  # errors of callbacks, newest last, in words; bounded
     frame: int = 0  # grows when figures are to be drawn anew; settings and the status are drawn every time
+    number: int = 0  # grows from moment to moment of a run: threads may come to draw them in another order
 
     def measured(self, plan: str) -> Measurement | None:
         """Return what was measured under a plan, by its label."""

@@ -134,6 +134,13 @@ def test_a_click_from_another_thread_is_asked_for_as_well(hand: Hand, control: C
     assert session_of(control).plan == Plan.parse("--accumulate 4")
 
 
+def test_a_moment_that_another_thread_draws_late_does_not_come_back(panel: Panel, hand: Hand, control: Control) -> None:
+    late = control.moment()
+    hand.flip("accumulation")
+    panel.draw(late)
+    assert hand.setting("accumulation")["on"]
+
+
 def test_a_view_hears_which_of_its_messages_are_dealt_with(hand: Hand, control: Control) -> None:
     control.stage = Later()
     hand.send("flip", field="accumulation", on=True, view="a", number=2)
