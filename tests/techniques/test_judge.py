@@ -303,6 +303,9 @@ def test_images_that_are_padded_to_the_largest_of_a_batch() -> None:
 
     notes = same_as_plain(lambda: Detector(3, 4, 3, padding=1), loop, len(heights))
     assert "a batch is run whole" in " ".join(notes)
+    heights[0] = heights[2]  # and not because no image has one channel
+    with pytest.raises(RefusalError, match="rows of a batch depend on each other in Detector"):
+        trained(Detector(3, 4, 3, padding=1), loop, "--accumulate 2")
 
 
 class _Deriving(nn.Linear):

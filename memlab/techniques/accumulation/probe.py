@@ -81,8 +81,9 @@ class Probe:
         # whether a call without gradients fails
         self.needs_graph = False
         self._joins: dict[tuple[Any, ...], tuple[Join | None, ...]] = {}
-        # why the first way in which a call might split is none, and what to do instead
+        # why the likeliest way in which a call might split is none, and what to do instead
         self._apart: tuple[str, str] | None = None
+        self._ran = False  # whether rows apart ran that way
 
     def layout(self, call: Call) -> Layout:
         """Return how this call splits.
@@ -168,7 +169,7 @@ class Probe:
         for self.goes_on, self.in_turn in ((False, False), (False, True), (True, False)):
             try:
                 whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
-                joins = self._joins_of(whole, parts, [1, min(layout.rows, 3) - 1])
+                joins = self._joins_of(layout, whole, parts, [1, min(layout.rows, 3) - 1])
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, MemlabError):
                     raise
@@ -179,7 +180,7 @@ class Probe:
                     if is_strange
                     else f"{self._name} does not run on some rows of a batch: {first_line(error)}"
                 )
-                self._apart = self._apart or (why, KEEP_WHOLE)
+                self._give(layout, why, ran=False)
                 return False
             if joins is not None and (not needs_rule or self._is_telling(call, layout, whole, parts)):
                 self._joins[call.kind] = joins
@@ -204,12 +205,19 @@ class Probe:
             for i in tensors
         )
 
-    def _joins_of(self, whole: Outputs, parts: list[Outputs], sizes: list[int]) -> tuple[Join | None, ...] | None:
+    def _give(self, layout: Layout, reason: str, instead: str = KEEP_WHOLE, *, ran: bool = True) -> None:
+        """Note why a call does not split so: the first reason counts, but for tensors in lists that were cut where they did not run."""
+        if self._apart is None or (layout.in_lists and not self._ran):
+            self._apart, self._ran = (reason, instead), ran or layout.in_lists
+
+    def _joins_of(
+        self, layout: Layout, whole: Outputs, parts: list[Outputs], sizes: list[int]
+    ) -> tuple[Join | None, ...] | None:
         """For each output where it is joined; None where the parts do not make the whole."""
         joins: list[Join | None] = []
         if any(part.spec != whole.spec for part in parts):
             other = f"what {self._name} returns has another structure for some rows of a batch than for more"
-            self._apart = self._apart or (other, KEEP_WHOLE)
+            self._give(layout, other)
             return None
         for i, leaf in enumerate(whole.leaves):
             if i in whole.scalars or not isinstance(leaf, torch.Tensor):
@@ -220,7 +228,7 @@ class Probe:
             if joins[-1] is None and found_merge(None, pieces, leaf, sizes, self._tolerance) is None:
                 name = whole.name_of(i)
                 why = why_apart(name, self._name, leaf, pieces, sizes, Join(0), self._tolerance)
-                self._apart = self._apart or why
+                self._give(layout, *why)
                 return None
         return tuple(joins)
 
