@@ -1,4 +1,4 @@
-"""What a `CellWatch` has told to it of each step: the plan to choose, the largest batch, the plans in force, further models."""
+"""Observers of the steps of a cell, for a `CellWatch`: the plan to choose, the largest batch, the plans in force, further models."""
 
 from __future__ import annotations
 

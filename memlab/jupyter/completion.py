@@ -109,7 +109,7 @@ def _flags_and_values(
     is_of_ranks = any(word.partition("=")[0] == "--nproc" for word in given)
 
     def values_of(spelled: str, piece: str) -> Iterable[str] | None:
-        """What the value of a flag may be; None where it is no flag of this line that takes one."""
+        """Return the values that a flag may have; None where it is no flag of this line that takes one."""
         for flag in flags:
             if flag.flag == spelled and flag.metavar:
                 return _of_flag(flag, piece, variables)

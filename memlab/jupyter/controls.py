@@ -53,7 +53,7 @@ def fixed() -> dict[str, Any]:
 
 
 class Controls:
-    """What has been chosen in a panel and not asked for, and the words beside its controls."""
+    """Choices in a panel that are not asked for yet, and the words beside its controls."""
 
     def __init__(self, source: Source, copy: Callable[[str], None]) -> None:
         self._source = source

@@ -85,7 +85,7 @@ def tried_as_html(moment: Moment) -> str:
 
 
 def _tried(moment: Moment) -> Comparison | None:
-    """What has been measured, and what happened."""
+    """Return the settings that were measured, and what happened."""
     if not moment.measurements:
         return None
     return Comparison("settings tried", moment.measurements, tuple(moment.events[-_MOST_EVENTS:]), moment.predictions)

@@ -512,7 +512,7 @@ def _holds(model: nn.Module, module: nn.Module) -> bool:
 
 
 def _notes(sessions: Sequence[Session]) -> tuple[str, ...]:
-    """What techniques have to say, once; what is not true of all models with the name of its own."""
+    """Return the notes of techniques, each once; one that is not true of all models with the names of its own."""
     told = {note: [each.workload.name for each in sessions if note in each.notes] for s in sessions for note in s.notes}
     return tuple(note if len(of) == len(sessions) else f"{', '.join(of)}: {note}" for note, of in told.items())
 

@@ -67,7 +67,7 @@ class Cancelled(KeyboardInterrupt):
 
 
 class Hold:
-    """What a loop does, and what is asked of it for the next step boundary; set from any thread.
+    """Activity of a loop, and the pause or end that is asked of it for the next step boundary; set from any thread.
 
     The controls of models that train in one loop share it.
     """

@@ -1,4 +1,4 @@
-"""What operators do to storages: bear them, resize them, or neither."""
+"""Effects of operators on storages: they make them, resize them, or neither."""
 
 from __future__ import annotations
 

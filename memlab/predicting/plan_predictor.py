@@ -59,7 +59,7 @@ _ALIKE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Applied:
-    """How a plan was applied to tensors that lived before it."""
+    """Way in which a plan was applied to tensors that lived before it."""
 
     before: Mapping[int, int]  # sizes of what lived, by number, in bytes
     events: Sequence[Event]  # as of a segment

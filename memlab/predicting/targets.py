@@ -48,7 +48,7 @@ class Target:
     rates_in_tf32: Rates | None = None  # how fast it works where products of fp32 may be rounded; None on a CPU
 
     def rates_under(self, plan: Plan) -> Rates:
-        """How fast it works under a plan; one that says nothing of tf32 leaves it as this process has it."""
+        """Return its rates under a plan; one that says nothing of tf32 leaves it as this process has it."""
         is_kept = plan.precision not in (Precision.FP32, Precision.TF32)
         is_rounded = rounds_factors() if is_kept else plan.precision is Precision.TF32
         return self.rates_in_tf32 if is_rounded and self.rates_in_tf32 is not None else self.rates

@@ -40,7 +40,7 @@ def _widened(steps: Sequence[int]) -> list[float]:
 
 
 def _to_the_edges(values: Sequence[Any]) -> list[Any]:
-    """What is drawn at widened steps."""
+    """Return what is drawn at widened steps."""
     return [*values[:1], *values, *values[-1:]]
 
 

@@ -317,7 +317,7 @@ class GuardedCall:
         return tuple(tensor.detach() for tensor in self._graph.values())
 
     def _allow_own_writes(self) -> None:
-        """What the call itself writes to its arguments is put back before it is run again."""
+        """Put back what the call itself writes to its arguments before it is run again."""
         copied = self._before.copied_ids
         for position, leaf in enumerate(self._leaves):
             if id(leaf) in copied:

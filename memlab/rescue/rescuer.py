@@ -422,7 +422,7 @@ class Rescuer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained."""
+        """Return the device that the model is trained on."""
         return self._live_session.workload.device
 
     @property

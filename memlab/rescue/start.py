@@ -77,7 +77,7 @@ class Start:
 
     @property
     def state(self) -> State:
-        """What the model reaches, where that was looked at."""
+        """State that the model reaches, where that was looked at."""
         assert self._state is not None
         return self._state
 

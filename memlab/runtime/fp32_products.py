@@ -1,4 +1,4 @@
-"""How torch rounds the factors of fp32 products: to TF32 or bf16, or not at all.
+"""Rounding of the factors of fp32 products by torch: to TF32 or bf16, or not at all.
 
 torch has two interfaces for it: ``set_float32_matmul_precision`` and ``allow_tf32``, and since 2.9 ``fp32_precision`` of each
 backend. A loop may use either, or both; then the first raises when it is read.

@@ -1,4 +1,4 @@
-"""Which outputs of a call are computed from others, by its autograd graph, and where no other graph can be made."""
+"""Relations of a call's outputs by its autograd graph, and calls of which no other graph can be made."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def may_be_read(waiting: Sequence[weakref.ref[LazyTensor]]) -> bool:
 
 
 class _Holders:
-    """What holds lazy tensors, and what holds that, as far as variables tell."""
+    """Holders of lazy tensors, and theirs, as far as variables tell."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Any, set[Any]]] = {}

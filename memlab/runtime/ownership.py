@@ -1,4 +1,4 @@
-"""Which optimizer updates which model, both without what wraps them.
+"""Models and the optimizers that update them, both without what wraps them.
 
 Wrappers of Accelerate, Fabric and DDP are recognised by the attribute they keep their inner object under, so memlab
 imports none of these packages.

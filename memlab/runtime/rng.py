@@ -34,7 +34,7 @@ def drawn_on(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.device:
 
 
 class _Thread(threading.local):
-    """What a thread's states are of."""
+    """Flag of a thread: its random states are those of the CPU's generator alone."""
 
     cpu_alone = False
 

@@ -1,4 +1,4 @@
-"""What a loop reads and writes of tensors that are kept in another form than the user's.
+"""Reads and writes by a loop of tensors that are kept in another form than the user's.
 
 While `Touch` is on, tensors have a class under which torch asks before any of its functions is run on them. One that only asks
 for a shape or a gradient is run as it is, and so is memlab's own code. Others are run on values in the user's form, whose
@@ -95,7 +95,7 @@ class Watched(ABC):
         """Run a function on watched tensors, for the code in a frame."""
 
     def _methods(self, kind: type[torch.Tensor]) -> dict[str, Any]:
-        """What the class of watched tensors has beside torch's: of functions that write, only `set_` does not ask."""
+        """Return what the class of watched tensors has beside torch's: of functions that write, only `set_` does not ask."""
         return {"set_": _set}
 
     def _watched_class(self, kind: type[torch.Tensor]) -> type[torch.Tensor]:
@@ -193,7 +193,7 @@ class Touch(Watched):
         return self._run(function, types, args, kwargs, values)
 
     def _dtype_of(self, tensor: torch.Tensor, frame: FrameType) -> torch.dtype:
-        """What the loop has read before does not change its dtype on it: that of the user's form."""
+        """Return the dtype of the user's form, also for what the loop has read before."""
         return torch.float32 if self._is_read and not is_own_code(frame) else tensor.dtype
 
     def _values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType) -> _Values:

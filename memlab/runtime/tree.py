@@ -232,7 +232,7 @@ def _is_opened(value: Any) -> bool:
 
 
 def _places(value: Any, depth: int = _DEPTH) -> list[tuple[Callable[[Any], None], Any]]:
-    """Where an object holds tensors and tuples, in objects, lists and dicts within as well: how to write there, and what is there."""
+    """Yield the places where an object holds tensors and tuples, in objects, lists and dicts within as well: how to write there, and what is there."""
     found: list[tuple[Callable[[Any], None], Any]] = []
     places = [
         *((partial(operator.setitem, value, key), item) for key, item in _items(value)),

@@ -281,7 +281,7 @@ class Technique:
 
 
 def process_count() -> int:
-    """How many processes train together."""
+    """Number of processes that train together."""
     distributed = torch.distributed
     is_on = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if is_on else 1

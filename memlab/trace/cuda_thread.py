@@ -23,7 +23,7 @@ from memlab.hardware.gpus import Gpu
 
 
 class _Thread(threading.local):
-    """What a thread traces for."""
+    """Target that a thread traces for."""
 
     gpu: Gpu | None = None
 

@@ -34,7 +34,7 @@ _PLAIN_TYPES = frozenset(PLAIN) - {slice}  # cannot be hashed
 
 
 class Conditions:
-    """What calls of one model depend on beside their tensors."""
+    """Values beside tensors that calls of one model depend on."""
 
     def __init__(self) -> None:
         self._written: set[str] = set()

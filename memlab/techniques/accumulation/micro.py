@@ -283,7 +283,7 @@ class MicroRun:
         return micro_batch, Outputs.of(output, {name: closed(effect) for name, effect in effects.items()})
 
     def _unjudged_surroundings(self) -> Surroundings:
-        """What is to stay as it is where nobody has judged what parts leave; hooks of the backward pass would leave it later."""
+        """Return what is to stay as it is where nobody has judged what parts leave; hooks of the backward pass would leave it later."""
         for name, module in self._model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise unjudged(f"{name or type(module).__name__} has hooks in the backward pass")

@@ -9,7 +9,7 @@ import torch
 
 
 class Sharing:
-    """What tensors that a call returns and leaves are beside their values. What held in every micro-batch holds for the batch.
+    """Identity of tensors that a call returns and leaves, and memory that they share. What held in every micro-batch holds for the batch.
 
     Views are told of a contiguous tensor among them, of which they take the same part in each row.
     """

@@ -164,7 +164,7 @@ def _compiled_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[...,
 
 
 def _context(compiled: Callable[..., Any]) -> Any:
-    """What ``torch.compile`` noted of how a function was compiled; None where it cannot be read."""
+    """Return what ``torch.compile`` noted of how a function was compiled; None where it cannot be read."""
     return inspect.getclosurevars(compiled).nonlocals.get("self") if inspect.isfunction(compiled) else None
 
 
@@ -197,7 +197,7 @@ def _with_budget(compiled: Callable[..., Any], name: str) -> _WithBudget:
 
 
 def _again(compiled: Callable[..., Any], compiler: _WithBudget) -> Callable[..., Any]:
-    """What calls a part through code that is compiled under the budget."""
+    """Return what calls a part through code that is compiled under the budget."""
     context: Any = _context(compiled)
     original = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined] # of what torch.compile returns
     return torch.compile(original, backend=compiler, fullgraph=context.fullgraph, dynamic=context._dynamic)

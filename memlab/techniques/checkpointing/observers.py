@@ -140,7 +140,7 @@ def _is_of_an_engine(hook: Any) -> bool:
 
 
 class _Looks:
-    """How a module and the tensors it is given look."""
+    """Layout of a module and of the tensors it is given."""
 
     def __init__(self, module: nn.Module, given: Any) -> None:
         self._module = module

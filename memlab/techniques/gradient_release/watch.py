@@ -1,4 +1,4 @@
-"""What the loop does with gradients: `Watch` tells when one is read or written, `Gone` stands for one that was freed."""
+"""Use of gradients by the loop: `Watch` tells when one is read or written, `Gone` stands for one that was freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop's own code does with parameters that rest off the device, and with their gradients.
+"""Use of parameters that are kept off the device, and of their gradients, by a loop's own code.
 
 Numbered rules of the mechanism:
 

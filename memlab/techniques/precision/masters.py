@@ -52,7 +52,7 @@ class Masters:
 
     @property
     def held(self) -> tuple[torch.Tensor, ...]:
-        """What is kept beside the tensors."""
+        """Copies that are kept beside the tensors."""
         return tuple(self._rest.values())
 
     def split(self, tensor: torch.Tensor, *, whole: bool) -> None:

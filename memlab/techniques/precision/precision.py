@@ -197,7 +197,7 @@ class PrecisionChoice(Technique):
                 )
 
     def _raise_what_calls_keep(self, before: set[tuple[int, str]]) -> None:
-        """What calls have left in the model in half precision (a recurrent state, say) meets weights in fp32 from now on."""
+        """Raise to fp32 what calls have left in the model in half precision (a recurrent state, say)."""
         model = self._model()
         places = [] if model is None else [each for each in _kept(model) if (id(each[0]), each[2]) not in before]
         raised = in_leaves(as_fp32, [value for *_, value in places])
@@ -360,7 +360,7 @@ class PrecisionChoice(Technique):
 
 
 def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
-    """What hangs on the parts of a model and holds tensors in half precision, with where it hangs."""
+    """Return attributes of a model's parts that hold tensors in half precision, with their names."""
     return [
         (part, table, name, value)
         for part in model.modules()

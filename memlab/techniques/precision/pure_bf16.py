@@ -95,7 +95,7 @@ class PureBf16:
 
     @property
     def was_reached(self) -> bool:
-        """Whether the loop has called parts of the model by themselves."""
+        """Return whether the loop has called parts of the model by themselves."""
         return len(self._seen) > 0
 
     # -- calls ---------------------------------------------------------------------------------
