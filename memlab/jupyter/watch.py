@@ -528,6 +528,8 @@ def _events(sessions: Sequence[Session], log_from: Sequence[int]) -> tuple[str, 
 
 def _title(sessions: Sequence[Session], batch: Batch | None, device: str, steps: int) -> str:
     sizes = next((tensor.shape for tensor in (batch.tensors if batch is not None else ()) if tensor.dim()), ())
+    if batch is not None and sizes and batch.rows != sizes[0]:
+        sizes = (batch.rows, *sizes)  # a list, of which the first is so large
     called_with = [f"batch {' × '.join(map(str, sizes))}"] if sizes else []
     counted = f"{steps} step{'' if steps == 1 else 's'}"
     described = describe_all([each.workload for each in sessions])

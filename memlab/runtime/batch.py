@@ -27,7 +27,16 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Rows: the first dimension of the first tensor that has one; 0 without any."""
+        """Rows: the first dimension of the first tensor that has one, or items of a list of which each is one; 0 without any.
+
+        Example:
+            >>> images = [torch.zeros(3, 8, 8) for _ in range(5)]
+            >>> Batch.of({"images": images, "targets": [{"boxes": torch.zeros(2, 4)}] * 5}).rows
+            5
+        """
+        for value in (*self.args, *self.kwargs.values()):
+            if type(value) is list and _is_list_of_rows(value):
+                return len(value)
         for tensor in self.tensors:  # this and `tokens` without generators: they are asked in every step
             if tensor.dim():
                 return tensor.size(0)  # nested tensors have no shape
@@ -84,6 +93,15 @@ class Batch:
         if isinstance(batch, (tuple, list)):
             return cls(tuple(batch), {})
         return cls((batch,), {})
+
+
+def _is_list_of_rows(items: list[Any]) -> bool:
+    """Return whether each item is a row of the batch: a dict of its own, or a tensor whose first dimension is its own."""
+    if all(isinstance(item, Mapping) for item in items):
+        return len(items) > 0
+    if not all(isinstance(item, torch.Tensor) and item.dim() for item in items):
+        return False
+    return len({item.size(0) for item in items}) > 1
 
 
 def _is_token_matrix(value: Any) -> bool:
