@@ -127,40 +127,56 @@ def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
 def plain_stepper(optimizer: Optimizer) -> Stepper:
     """The user's own update, of the given parameters only."""
     step = unhooked_step(optimizer)
+    only = _for_these if type(optimizer).__module__.startswith(_WITHOUT_PLACES) else _without_gradients_of_others
 
     def update(parameters: Sequence[Parameter]) -> None:
-        with _only(optimizer, parameters), torch.no_grad():
-            step(optimizer)
+        with only(optimizer, parameters) as acting, torch.no_grad():
+            step(acting)
 
     return update
 
 
 @contextmanager
-def _only(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[None]:
-    """Have a step update these parameters alone; afterwards groups and gradients are the very same.
+def _for_these(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[Optimizer]:
+    """Have torch's step update these parameters alone: yields an optimizer that finds no others in its groups.
 
-    Torch's own optimizers find only these in their groups. Others may tell parameters apart by their places there, as those of
-    bitsandbytes do for which settings were overridden, so there the others stay, and have no gradient for as long.
+    The user's own keeps whole groups: another thread may save its state meanwhile.
     """
     chosen = {id(parameter) for parameter in parameters}
-    lists = [(group, group["params"]) for group in optimizer.param_groups]
+    acting = standin(optimizer)
+    acting.state = optimizer.state
+    acting.param_groups = [
+        {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}
+        for group in optimizer.param_groups
+    ]
+    own = {*_HOOKS, "param_groups"}
+    try:
+        yield acting
+    finally:
+        # what a step notes of itself, as that it has warned
+        optimizer.__dict__.update({name: value for name, value in vars(acting).items() if name not in own})
+
+
+@contextmanager
+def _without_gradients_of_others(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterator[Optimizer]:
+    """Have a step update these parameters alone; afterwards gradients are the very same.
+
+    The others stay in their groups: an optimizer may tell parameters apart by their places there, as those of bitsandbytes do
+    for which settings were overridden.
+    """
+    chosen = {id(parameter) for parameter in parameters}
     hooks = {name: getattr(optimizer, name) for name in _HOOKS}
     hidden: list[tuple[Parameter, torch.Tensor]] = []
     try:
-        for group, everything in lists:
-            if type(optimizer).__module__.startswith(_WITHOUT_PLACES):
-                group["params"] = [parameter for parameter in everything if id(parameter) in chosen]
-                continue
-            for parameter in everything:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
                 if id(parameter) not in chosen and (gradient := parameter.grad) is not None:
                     hidden.append((parameter, gradient))
                     parameter.grad = None
         optimizer.__dict__.update({name: OrderedDict() for name in _HOOKS})
-        yield
+        yield optimizer
     finally:
         optimizer.__dict__.update(hooks)
-        for group, everything in lists:
-            group["params"] = everything
         for parameter, gradient in hidden:
             parameter.grad = gradient
 

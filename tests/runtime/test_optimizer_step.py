@@ -314,3 +314,22 @@ def test_settings_of_single_parameters_stay_theirs_in_buckets(monkeypatch: pytes
             assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
         states.append([optimizer.state[layer.weight]["state1"].dtype for layer in model])
     assert states == [[torch.uint8, torch.float32, torch.uint8]] * 2
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, bitsandbytes.optim.AdamW])
+def test_a_state_that_is_saved_in_the_middle_of_an_update_is_whole(make: Make) -> None:
+    """As by another thread, for a checkpoint or a log."""
+    model, optimizer = with_gradients(make)
+    parameters = list(model.parameters())
+    update = plain_stepper(optimizer)
+    update(parameters)
+    saved = []
+
+    class Saving(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            saved.append(optimizer.state_dict())
+            return func(*args, **(kwargs or {}))
+
+    with Saving():
+        update(parameters[:1])
+    assert {len(each["param_groups"][0]["params"]) for each in saved} == {len(parameters)}
