@@ -875,6 +875,20 @@ def test_as_many_rows_as_fit_are_compared_without_gradients() -> None:
         )
 
 
+@pytest.mark.parametrize("is_mask", [False, True])
+def test_of_rows_of_unlike_lengths_the_shortest_and_the_longest_are_compared(is_mask: bool) -> None:
+    class Padded(_Tight):
+        def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            lengths = lengths.sum(1) if is_mask else lengths
+            return super().forward(rows).repeat(1, 6)[:, : lengths.max()]
+
+    lengths = torch.tensor([6, 6, 3, 6])
+    mask = (torch.arange(6) < lengths[:, None]).long()
+    with _in_single_rows(model := Padded(most_rows=3), of_rescue=True):
+        with pytest.raises(RefusalError, match="as long in dimension 1 as the longest row it is given"):
+            model(torch.randn(4, 6, dtype=torch.float64), mask if is_mask else lengths)
+
+
 class _Opaque(torch.Tensor):
     """A tensor around another one, which torch cannot make a list of."""
 

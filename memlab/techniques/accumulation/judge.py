@@ -36,6 +36,7 @@ from memlab.techniques.accumulation.agreement import DisagreementError
 from memlab.techniques.accumulation.judgement import Judgement, SumsError
 from memlab.techniques.accumulation.noise import StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.rows import unlike_rows
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict, unjudged
 
@@ -82,7 +83,7 @@ class Judge:
                 if rows > max(2, micro_rows) and not self._has_room_for(call, whole, layout, rows):
                     raise torch.OutOfMemoryError("rows together are expected to take more memory than is free")
                 with exact_products():
-                    verdict = self._judged(call, layout.take(whole, 0, rows), layout, ranges)
+                    verdict = self._judged(call, _some(whole, layout, rows), layout, ranges)
                 self.compared_rows = rows if rows == layout.rows else compared(verdict)
                 return verdict
             except BaseException as error:
@@ -146,7 +147,7 @@ class Judge:
         """
         rows, known = layout.rows, verdict.rows if verdict is not None else 1
         while rows > known:
-            is_seen = self._compares_values(call, layout.take(whole, 0, rows), layout, -(-rows // micro_rows), verdict)
+            is_seen = self._compares_values(call, _some(whole, layout, rows), layout, -(-rows // micro_rows), verdict)
             gc.collect()
             if is_seen:
                 return rows
@@ -209,6 +210,11 @@ class Judge:
             attempt.put_back()
         gradients = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
         return sum(kept.values()) / 2 * rows + 2 * gradients < _SHARE_OF_FREE * free_bytes
+
+
+def _some(whole: Call, layout: Layout, rows: int) -> Call:
+    """Return so many rows of a call; where these are not all, such as are unlike each other."""
+    return layout.take(whole, 0, rows) if rows == layout.rows else layout.pick(whole, unlike_rows(whole, layout, rows))
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -1,9 +1,11 @@
-"""Rows of a batch that tell most about how the losses of its parts add up."""
+"""Rows of a batch that tell most about it, where not all of them can be run together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+
+import torch
 
 from memlab.techniques.accumulation.split import Call, Layout, LossRule, counts_by
 
@@ -49,3 +51,20 @@ def separating_rows(call: Call, layout: Layout, rules: Sequence[LossRule]) -> li
 
     best = max(combinations(range(len(rows)), 2), key=spread)
     return [*best] if spread(best) > _LEAST_SPREAD else None
+
+
+def unlike_rows(call: Call, layout: Layout, count: int) -> list[int]:
+    """Return so many rows, in order: from the shortest to the longest where lengths or masks tell, else from first to last."""
+    sizes = next((found for i in layout.split if (found := _lengths(call.leaves[i], layout.dim_of(i)))), [])
+    order = sorted(range(layout.rows), key=sizes.__getitem__) if len(sizes) == layout.rows else range(layout.rows)
+    return sorted(order[place * (layout.rows - 1) // max(1, count - 1)] for place in range(count))
+
+
+def _lengths(leaf: object, dim: int) -> list[int]:
+    """Return what says how long rows are: numbers of them that differ, or how many places of a mask count; else nothing."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex():
+        return []
+    if leaf.dim() > 1 and (leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())):
+        leaf = leaf.transpose(0, dim).flatten(1).sum(1)
+    sizes: list[int] = leaf.tolist() if leaf.dim() == 1 else []
+    return sizes if len({*sizes}) > 1 else []
