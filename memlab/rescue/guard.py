@@ -92,6 +92,7 @@ class GuardedCall:
         self._inputs = [i for i, leaf in enumerate(self._leaves) if requires_grad(leaf)]
         self._places: list[Place] = []  # in the model's state, where outputs are
         self._autocast = AutocastState()
+        self._saving = graphs.repeatable_hooks()  # by which the loop has the graph keep what it needs
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
         self._found = Found(self._before.state, {id(leaf) for leaf in self._leaves})
         self._under_way = hooks.calls_under_way()
@@ -349,7 +350,7 @@ class GuardedCall:
         self._before.restore(found)
         gathered = self._aliases.take_gradients()
         try:
-            with inside or nullcontext(), self._autocast.entered(), hooks.within(self._under_way):
+            with inside or nullcontext(), self._autocast.entered(), self._saving, hooks.within(self._under_way):
                 with self._of_theirs():
                     output = self._run(*args, **kwargs)
                 news = self._before.state.news()

@@ -172,8 +172,9 @@ class LoopCode(UncompiledMode):
                 random.restore()
 
     def _holding(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # transforms of functions keep what they save themselves, and allow no hooks
-        if not torch.is_grad_enabled() or graphs.why_as_written():
+        # transforms of functions keep what they save themselves, and allow no hooks; of several hooks torch calls the newest alone
+        is_kept = graphs.why_as_written() or graphs.are_saved_by_hooks_of_the_loop()
+        if not torch.is_grad_enabled() or is_kept:
             return func(*args, **kwargs)
         saved = _Saved()
 

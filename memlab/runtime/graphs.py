@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointFunction
 
 from memlab.runtime.reach import is_of_library
+from memlab.runtime.stand_ins import is_ours
 
 # torch's own words, for what is saved by hooks
 CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -113,6 +115,20 @@ def why_as_written() -> str:
 def hooks_on_saved_tensors() -> Any:
     """Return those in force, by which functions pack and unpack what they save; None where there are none."""
     return getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)  # not in older torch
+
+
+def are_saved_by_hooks_of_the_loop() -> bool:
+    """Return whether hooks that are not memlab's pack what functions save: those of `save_on_cpu`, of checkpoints, of the loop."""
+    hooks = hooks_on_saved_tensors()
+    return hooks is not None and not is_ours(hooks[0])
+
+
+def repeatable_hooks() -> AbstractContextManager[Any]:
+    """Return a context with the hooks on saved tensors that are in force now; those of a checkpoint count what one run saves."""
+    hooks = hooks_on_saved_tensors()
+    if hooks is None or getattr(hooks[0], "__module__", None) == CheckpointFunction.__module__:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(*hooks)
 
 
 def are_batched(gradients: Iterable[torch.Tensor | None]) -> bool:

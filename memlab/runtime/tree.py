@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
 import torch
@@ -324,6 +324,13 @@ def _parts(value: Any) -> _Parts | None:
         return _jagged(value) if value.layout is torch.jagged else None
     if isinstance(value, PackedSequence):
         return _packed(value)
+    if isinstance(value, MappingProxyType):
+        names = [*value]
+        return (
+            _keys(value, len(names)),
+            [*value.values()],
+            lambda items: MappingProxyType(dict(zip(names, items, strict=True))),
+        )
     if isinstance(value, torch.Size):
         return _keys(value, len(value)), list(value), torch.Size
     kind = _pytree._get_node_type(value)
@@ -347,7 +354,7 @@ def _keys(value: Any, count: int) -> list[str]:
 
 def _opened(value: Any) -> _Parts:
     """An object: its items, if it is a dict or list of a kind of its own, and its attributes."""
-    shell = copy.copy(value)
+    shell = _shell(value)
     if isinstance(value, dict):
         places: list[Any] = list(value)
     elif isinstance(value, list):
@@ -365,15 +372,18 @@ def _opened(value: Any) -> _Parts:
         dict.__getitem__(value, place) if isinstance(value, dict) else list.__getitem__(value, place)
         for place in places
     ]
-    for place in places:  # so that the shell keeps no tensor
+    for place in places if _has_items(shell) else ():  # so that the shell keeps no tensor
         shell[place] = None
     for name, _ in held:
         object.__setattr__(shell, name, None)
 
     def build(children: list[Any]) -> Any:
-        made = copy.copy(shell)
-        for place, child in zip(places, children, strict=False):
-            made[place] = child
+        made = _shell(shell)
+        if isinstance(made, list) and not _has_items(made):
+            list.extend(made, children[: len(places)])
+        else:
+            for place, child in zip(places, children, strict=False):
+                made[place] = child
         for name, child in zip(names, children[len(places) :], strict=True):
             object.__setattr__(made, name, child)
         return made
@@ -382,6 +392,29 @@ def _opened(value: Any) -> _Parts:
     keys = [*(f"[{place!r}]" for place in places), *(f".{name}" for name in names)]
     children = [*items, *(item for _, item in held)]
     return keys, children, build
+
+
+def _shell(value: Any) -> Any:
+    """Return an object of the same class with the same attributes and without items, past what its class does when it is copied."""
+    kind = type(value)
+    base: Any = next((each for each in (dict, list) if isinstance(value, each)), object)
+    try:
+        made = base.__new__(kind)
+    except TypeError:  # a kind that C code makes (OrderedDict, deque): with its items
+        return copy.copy(value)
+    own = attributes(value)
+    getattr(made, "__dict__", {}).update(
+        {name: own.pop(name) for name in [*getattr(value, "__dict__", ())] if name in own}
+    )
+    for name, item in own.items():
+        object.__setattr__(made, name, item)
+    return made
+
+
+def _has_items(value: Any) -> bool:
+    if isinstance(value, dict):
+        return dict.__len__(value) > 0
+    return isinstance(value, list) and list.__len__(value) > 0
 
 
 def _packed(value: PackedSequence) -> _Parts:

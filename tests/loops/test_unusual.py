@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import ChainMap, UserDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import pytest
 import torch
@@ -180,6 +182,55 @@ def without_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[An
     return found
 
 
+def rounds_what_is_saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() and type(tensor) is torch.Tensor else tensor
+
+    def unpack(kept: torch.Tensor) -> torch.Tensor:
+        return kept.to(torch.float64) if kept.is_floating_point() else kept
+
+    found = []
+    for rows in torch.randn(STEPS, 6, 4):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = F.cross_entropy(model(rows), torch.tensor([0, 1, 1, 0, 1, 0]))
+        found.append(updated(optimizer, loss))
+    return found
+
+
+class Delegating:
+    """A batch whose attributes are in a dictionary of its own."""
+
+    def __init__(self, **data: torch.Tensor) -> None:
+        self.data = data
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        return self.data[name]
+
+
+class Uncopied(Delegating):
+    def __copy__(self) -> Self:
+        raise TypeError("not to be copied")
+
+
+class OfObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        rows = batch.rows if isinstance(batch, Delegating) else batch["rows"]
+        return self.body(rows)
+
+
+def batches_that_are_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    found = []
+    for kind in (Delegating, UserDict, Uncopied, ChainMap, MappingProxyType):
+        rows = torch.randn(6, 4)
+        batch = kind(rows=rows) if issubclass(kind, (Delegating, UserDict)) else kind({"rows": rows})
+        found.append(updated(optimizer, model(batch).square().mean()))
+    return found
+
+
 def another_class(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     found = []
     for step in range(STEPS):
@@ -210,6 +261,8 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "gradients of an object": (OfPairs, gradients_of_an_object),
     "calls itself": (Tree, calls_itself),
     "without hooks": (mlp, without_hooks),
+    "rounds what is saved": (mlp, rounds_what_is_saved),
+    "batches that are objects": (OfObjects, batches_that_are_objects),
     "another class": (mlp, another_class),
     "optimizer made anew": (mlp, made_anew),
     "optimizer in the model": (HoldsItsOptimizer, plain),

@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import AutocastState, without_autocast
-from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
+from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, repeatable_hooks, sequence_nr
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
@@ -111,6 +111,7 @@ class MicroRun:
         self._random_states = random_states or []
         self._updates = learnt.updates
         self._autocast = AutocastState()
+        self._saving = repeatable_hooks()  # by which the loop has the graph keep what it needs
         self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = MicroInputs(division)
         self._gathered = MicroOutputs(division, verdict, repeats=self._repeats)
@@ -179,7 +180,7 @@ class MicroRun:
                 "read it before the step (from the next batch on memlab keeps it)"
             )
         again = self._again()
-        again._under_way = self._under_way
+        again._under_way, again._saving = self._under_way, self._saving
         with self._random_kept(), self._autocast.entered(), self._as_before(), hooks.within(self._under_way):
             leaves = again._leaves()
         return again, leaves
@@ -428,13 +429,14 @@ class MicroRun:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Restore what the forward reads beside its arguments, as it was before the call."""
+        """Restore what the forward reads beside its arguments, as it was before the call; the graph is kept as it was there."""
         if self._snapshot is None:
-            yield
+            with self._saving:
+                yield
             return
         statistics = Surroundings(self._model, complete=True) if self._per_part else None
         try:
-            with self._snapshot.as_before():
+            with self._snapshot.as_before(), self._saving:
                 yield
         finally:
             if statistics is not None:

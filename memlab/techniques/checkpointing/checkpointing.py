@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.runtime.graphs import why_as_written
+from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop, why_as_written
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import cache_off, refuse_kept_weights, repeated_blocks, without_cache
 from memlab.runtime.rng import Randomness
@@ -317,7 +317,12 @@ class Checkpointing(Technique):
             return False
         model = self._model()
         is_training = model is not None and model.training and torch.is_grad_enabled() and not is_within_another()
-        return is_training and torch._C._get_tracing_state() is None
+        if not is_training or torch._C._get_tracing_state() is not None:
+            return False
+        if are_saved_by_hooks_of_the_loop():  # of several hooks torch calls the newest alone
+            self.note_once("nothing is recomputed within hooks of the loop's own on what is saved for backward")
+            return False
+        return True
 
     def _run(self, part: Part, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not self._applies() or part.gives_other_results:

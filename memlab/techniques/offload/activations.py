@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.dispatch import WatchingMode, written_by
+from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique
@@ -371,6 +372,11 @@ class OffloadActivations(Technique):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._model is not None
         assert self._spill is not None
+        if are_saved_by_hooks_of_the_loop():  # of several hooks torch calls the newest alone
+            self.note_once(
+                "activations stay where a call is within hooks of the loop's own on what is saved for backward"
+            )
+            return call(*args, **kwargs)
         staying = {
             tensor.untyped_storage()._cdata
             for tensors in (self._model.parameters(), self._model.buffers())
