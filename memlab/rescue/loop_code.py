@@ -163,7 +163,8 @@ class LoopCode(UncompiledMode):
             try:
                 return self._holding(func, args, kwargs)
             except BaseException as error:
-                if not self._owner.recovery.can_rescue(error) or (written and written != _versions((args, kwargs))):
+                is_changed = written and written != _versions((args, kwargs))
+                if is_changed or graphs.is_within_checkpoint() or not self._owner.recovery.can_rescue(error):
                     raise
                 shortage = error
             attempt += 1

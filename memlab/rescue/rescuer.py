@@ -45,7 +45,7 @@ from memlab.runtime import graphs, optimizer_step
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.batch import Batch
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.graphs import why_as_written
+from memlab.runtime.graphs import is_within_checkpoint, why_as_written
 from memlab.runtime.lifetimes import WhileAlive
 from memlab.runtime.loop_mode import has_compiled_code
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -141,6 +141,12 @@ class Rescuer:
         if self._derives_itself or not _can_be_guarded(self._model):
             return _as_written
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
+        if is_within_checkpoint():  # which counts what one run saves, and none that is begun again
+            if self.is_armed:
+                self._live_session.log.note_once(
+                    "memory that runs out in a call within torch.utils.checkpoint is not rescued"
+                )
+            return _as_written
         if not self.is_armed:
             return self._call_unguarded
         why = ""

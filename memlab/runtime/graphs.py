@@ -123,10 +123,16 @@ def are_saved_by_hooks_of_the_loop() -> bool:
     return hooks is not None and not is_ours(hooks[0])
 
 
-def repeatable_hooks() -> AbstractContextManager[Any]:
-    """Return a context with the hooks on saved tensors that are in force now; those of a checkpoint count what one run saves."""
+def is_within_checkpoint() -> bool:
+    """Return whether the hooks on saved tensors in force are those of torch's checkpoint, which count what a run saves."""
     hooks = hooks_on_saved_tensors()
-    if hooks is None or getattr(hooks[0], "__module__", None) == CheckpointFunction.__module__:
+    return hooks is not None and getattr(hooks[0], "__module__", None) == CheckpointFunction.__module__
+
+
+def repeatable_hooks() -> AbstractContextManager[Any]:
+    """Return a context with the hooks on saved tensors that are in force now, but for those of a checkpoint."""
+    hooks = hooks_on_saved_tensors()
+    if hooks is None or is_within_checkpoint():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(*hooks)
 

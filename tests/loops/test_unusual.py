@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
@@ -197,6 +198,14 @@ def rounds_what_is_saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return found
 
 
+def checkpoints_its_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    found = []
+    for rows in torch.randn(STEPS, 6, 4):
+        output = checkpoint(model, rows, use_reentrant=False)
+        found.append(updated(optimizer, checkpoint(F.mse_loss, output, torch.ones(6, 2), use_reentrant=False)))
+    return found
+
+
 class Delegating:
     """A batch whose attributes are in a dictionary of its own."""
 
@@ -262,14 +271,16 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "calls itself": (Tree, calls_itself),
     "without hooks": (mlp, without_hooks),
     "rounds what is saved": (mlp, rounds_what_is_saved),
+    "checkpoints its calls": (mlp, checkpoints_its_calls),
     "batches that are objects": (OfObjects, batches_that_are_objects),
     "another class": (mlp, another_class),
     "optimizer made anew": (mlp, made_anew),
     "optimizer in the model": (HoldsItsOptimizer, plain),
 }
 # calls that are left as they are written, and passes with create_graph, are not run again
-NOT_REPEATED = ("forward derivatives", "without hooks", "derived jacobians")
+NOT_REPEATED = ("forward derivatives", "without hooks", "derived jacobians", "checkpoints its calls")
 NOT_SPLIT = {
+    "checkpoints its calls": "Sequential is called within torch.utils.checkpoint, which counts what one run saves; use --checkpoint in",
     "fills a list": "FillsAList changes what is in its arguments; use --checkpoint or",
     "writes to its argument": "WritesToItsArgument writes to its argument[0][1] in place; use --checkpoint or",
     "batched gradients": "the loop takes several gradients of Sequential in one pass (is_grads_batched, vectorize=True); use --checkpoint or",

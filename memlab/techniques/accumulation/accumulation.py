@@ -49,6 +49,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.aliases import KEEP_WHOLE
+from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import refuse_kept_weights, without_cache
 from memlab.runtime.out_of_memory import is_out_of_memory, release
@@ -194,6 +195,12 @@ class Accumulation(Technique):
             OtherConditionsError: it is under other conditions than the last call; likewise.
         """
         refuse_kept_weights(self.field, self._model, self._name)
+        if is_within_checkpoint():
+            raise RefusalError(
+                self.field,
+                f"{self._name} is called within torch.utils.checkpoint, which counts what one run saves",
+                "use --checkpoint in place of that",
+            )
         try:
             with self._uncompiled():
                 layout = probe.layout(whole)

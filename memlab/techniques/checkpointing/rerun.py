@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.runtime import hooks
 from memlab.runtime.dispatch import WatchingMode, defers, written_by
-from memlab.runtime.graphs import hooks_on_saved_tensors
+from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
 from memlab.techniques.checkpointing.observers import Observers
@@ -35,9 +35,7 @@ _running = threading.local()
 
 def is_within_another() -> bool:
     """Return whether this thread runs a part, or what the model checkpoints itself: parts within are none of their own."""
-    hooks = hooks_on_saved_tensors()
-    is_of_model = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
-    return is_of_model or bool(getattr(_running, "depth", 0))
+    return is_within_checkpoint() or bool(getattr(_running, "depth", 0))
 
 
 @dataclass(eq=False)
