@@ -80,8 +80,13 @@ class Workload:
     def held_weakly(self) -> Workload:
         """Return the same workload, which keeps its model no longer than others do."""
         same = copy.copy(self)
-        same._model = weakref.ref(self.model)
+        same._model, same.optimizers = weakref.ref(self.model), [*self.optimizers]
         return same
+
+    def let_go(self) -> None:
+        """Drop the optimizers, where the model is held weakly: nobody trains by this workload any more."""
+        if isinstance(self._model, weakref.ref):
+            self.optimizers.clear()
 
     def _check(self) -> None:
         if not any(p.requires_grad for p in self.model.parameters()):

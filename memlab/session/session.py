@@ -150,6 +150,7 @@ class Session:
                     self.rescuer.attach(self)
                 raise
             self._hooks.close()
+            self.workload.let_go()
 
     def __enter__(self) -> Self:
         self._require_attached()

@@ -172,6 +172,23 @@ for number in range(9):
     assert gone() is None
 
 
+@pytest.mark.parametrize("flags", ["", "--checkpoint", "--offload optimizer", "--precision pure-bf16"])
+def test_after_an_undo_a_model_goes_with_its_name(made: Cell, shell: Any, flags: str) -> None:
+    """Weights and moments likewise, and not when Python comes to collect garbage."""
+    assert made(f"%%memfit {flags}\n{STEP}").error is None
+    model, optimizer = (shell.user_ns[name] for name in ("model", "optimizer"))
+    gone = [weakref.ref(each) for each in (model, next(model.parameters()), optimizer)]
+    del model, optimizer
+    made("%memfit undo all")
+    gc.collect()
+    gc.disable()
+    try:
+        assert made("del model, optimizer, loss").error is None
+        assert [each() for each in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_a_run_between_two_cells_that_free_gradients_is_measured_like_their_steps(made: Cell, shell: Any) -> None:
     # the last step's gradients are dropped at the top: by the run, and by the cell after it
     loop = "for _ in range(3):\n" + textwrap.indent(

@@ -73,6 +73,8 @@ class Masters:
         if tensor in self:
             _set_data(tensor, self._joined(tensor))
             del self._rest[id(tensor)]
+            # the last first, as they are taken back
+            del self.tensors[next(i for i in reversed(range(len(self.tensors))) if self.tensors[i] is tensor)]
 
     # -- looked at -----------------------------------------------------------------------------
 
