@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.measuring.runs import training_step
@@ -185,21 +185,29 @@ class Trainer(nn.Module):
         return self.decoder(self.encoder(inputs)).square().mean()
 
 
+class Ran(TorchDispatchMode):
+    """Counts how often an operator runs; what modules count is put back when they run again."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.operator, self.times = operator, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times += func is self.operator
+        return func(*args, **(kwargs or {}))
+
+
 def test_loops_that_call_layers_of_the_model() -> None:
-    left, kept = [], []
-    saved: list[int] = []
+    left, runs = [], []
     for flags in ("", "--checkpoint"):
         model = Trainer()
-        saved.clear()
-        with fit(Workload(model), flags):
+        with fit(Workload(model), flags), Ran(torch.ops.aten.gelu.default) as ran:
             for _ in range(2):
-                with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-                    loss = model.training_step(torch.ones(4, 8))
-                loss.backward()
+                model.training_step(torch.ones(4, 8)).backward()
         left.append([*model.state_dict().values(), *(p.grad for p in model.parameters())])
-        kept.append(sum(saved))
+        runs.append(ran.times)
     assert differences(*left) == []
-    assert kept[1] < 0.7 * kept[0]
+    assert runs[1] > runs[0] == 8  # they are computed again
 
 
 def test_other_parameters_for_the_length_of_a_call_are_those_of_the_recomputation() -> None:
