@@ -149,12 +149,13 @@ def _for_these(optimizer: Optimizer, parameters: Sequence[Parameter]) -> Iterato
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) in chosen]}
         for group in optimizer.param_groups
     ]
-    own = {*_HOOKS, "param_groups"}
+    before = dict(vars(acting))
     try:
         yield acting
     finally:
         # what a step notes of itself, as that it has warned
-        optimizer.__dict__.update({name: value for name, value in vars(acting).items() if name not in own})
+        noted = {name: value for name, value in vars(acting).items() if before.get(name, before) is not value}
+        optimizer.__dict__.update(noted)
 
 
 @contextmanager

@@ -61,10 +61,13 @@ def unlike_rows(call: Call, layout: Layout, count: int) -> list[int]:
 
 
 def _lengths(leaf: object, dim: int) -> list[int]:
-    """Return what says how long rows are: numbers of them that differ, or how many places of a mask count; else nothing."""
+    """Return what says how long rows are, where they differ: sizes in a list, numbers, or how many places of a mask count; else nothing."""
+    if isinstance(leaf, (list, tuple)):
+        sizes = [item.numel() for item in leaf if isinstance(item, torch.Tensor)]
+        return sizes if len({*sizes}) > 1 else []
     if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex():
         return []
     if leaf.dim() > 1 and (leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())):
         leaf = leaf.transpose(0, dim).flatten(1).sum(1)
-    sizes: list[int] = leaf.tolist() if leaf.dim() == 1 else []
+    sizes = leaf.tolist() if leaf.dim() == 1 else []
     return sizes if len({*sizes}) > 1 else []
