@@ -1,9 +1,10 @@
-"""Autocast state: switched off for a while, or saved and entered again later."""
+"""Settings of torch's that a `with` block around a call makes: autocast, kernels, defaults; saved and entered again later."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -37,10 +38,50 @@ def without_cached_casts(device_type: str) -> Iterator[None]:
         yield
 
 
-class AutocastState:
-    """The autocast state at one moment, to be entered again, as a recomputation must."""
+# settings that choose kernels, and the default dtype, by what reads and what writes them; older torch lacks some
+_CHOICES = tuple(
+    (getattr(owner, reads), getattr(owner, writes))
+    for owner, reads, writes in (
+        (torch.backends.cuda, "flash_sdp_enabled", "enable_flash_sdp"),
+        (torch.backends.cuda, "mem_efficient_sdp_enabled", "enable_mem_efficient_sdp"),
+        (torch.backends.cuda, "math_sdp_enabled", "enable_math_sdp"),
+        (torch.backends.cuda, "cudnn_sdp_enabled", "enable_cudnn_sdp"),
+        (torch._C, "_get_sdp_priority_order", "_set_sdp_priority_order"),
+        (torch._C, "_get_cudnn_enabled", "_set_cudnn_enabled"),
+        (torch._C, "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+        (torch, "get_default_dtype", "set_default_dtype"),
+    )
+    if hasattr(owner, reads) and hasattr(owner, writes)
+)
+
+
+class CallSettings:
+    """Settings that choose kernels and defaults at one moment (`sdpa_kernel`, `cudnn.flags`, `torch.device`), to be entered again.
+
+    Other kernels save other tensors, and give other rounding; the default device is that of a thread.
+    """
 
     def __init__(self) -> None:
+        self._values: list[Any] = [read() for read, _ in _CHOICES]
+        self._device = torch.get_default_device()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for (read, write), value in zip(_CHOICES, self._values, strict=True):
+                if (now := read()) != value:
+                    stack.callback(write, now)
+                    write(value)
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
+            yield
+
+
+class AutocastState:
+    """The autocast state at one moment, with the other settings there, to be entered again, as a recomputation must."""
+
+    def __init__(self) -> None:
+        self._settings = CallSettings()
         self._states = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types()]
 
     @property
@@ -55,7 +96,7 @@ class AutocastState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        with self._settings.entered(), ExitStack() as stack:
             for device_type, enabled, dtype in self._states:
                 if not (enabled or torch.is_autocast_enabled(device_type)):
                     # off then and now: entering it changes the cache's setting, for which code is compiled anew

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -206,6 +207,30 @@ def checkpoints_its_calls(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return found
 
 
+class Attending(nn.Module):
+    """Its attention saves other tensors by other kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+
+def chooses_its_kernels(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    found = []
+    for rows in torch.randn(STEPS, 6, 5, 4):
+        with sdpa_kernel(SDPBackend.MATH):
+            output = model(rows)
+        found.append(updated(optimizer, output.square().mean()))
+    return [*found, torch.backends.cuda.flash_sdp_enabled(), torch.get_default_dtype()]
+
+
 class Delegating:
     """A batch whose attributes are in a dictionary of its own."""
 
@@ -272,6 +297,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "without hooks": (mlp, without_hooks),
     "rounds what is saved": (mlp, rounds_what_is_saved),
     "checkpoints its calls": (mlp, checkpoints_its_calls),
+    "chooses its kernels": (Attending, chooses_its_kernels),
     "batches that are objects": (OfObjects, batches_that_are_objects),
     "another class": (mlp, another_class),
     "optimizer made anew": (mlp, made_anew),

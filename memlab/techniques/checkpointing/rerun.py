@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from memlab.runtime import hooks
+from memlab.runtime.autocast import CallSettings
 from memlab.runtime.dispatch import WatchingMode, defers, written_by
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import interruptible, uninterrupted
@@ -88,6 +89,7 @@ class Run:
         self._state = State(modules, self._others, part.written, self.device)
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
+        self.settings = CallSettings()
 
     @property
     def writes_to_inputs(self) -> bool:
@@ -229,7 +231,7 @@ def _body(run: Run, call: Callable[..., Any], given: list[Any], products: Produc
             args, kwargs = given.pop()
             with nullcontext() if products is None else products.keeping(), interruptible():
                 return run.first(call, args, kwargs, products)
-        with run.again(), hooks.within(run.under_way):
+        with run.again(), run.settings.entered(), hooks.within(run.under_way):
             args, kwargs = run.arguments(saved)
             return call(*args, **kwargs)
 
