@@ -150,7 +150,7 @@ class Session:
                     self.rescuer.attach(self)
                 raise
             self._hooks.close()
-            self.workload.let_go()
+            self.workload._let_go()
 
     def __enter__(self) -> Self:
         self._require_attached()
