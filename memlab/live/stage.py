@@ -98,10 +98,11 @@ class Hold:
 
     def begin(self, *, is_at_rest: bool) -> None:
         """Have it stand still from its next step boundary on, or say that it does already."""
-        self._is_at_rest = is_at_rest
+        self._is_at_rest |= is_at_rest
         self._go.clear()
 
     def end(self) -> None:
+        self._is_at_rest = False
         self._go.set()
 
     def cancel(self) -> None:
@@ -110,7 +111,7 @@ class Hold:
 
     def reset(self, activity: Activity) -> None:
         self.is_cancelled = False
-        self._go.set()
+        self.end()
         self._doing = activity
 
     @contextmanager

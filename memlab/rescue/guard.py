@@ -48,7 +48,7 @@ from memlab.rescue.outputs import Path, at, differentiable, exchanged, replaced
 from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs, hooks
 from memlab.runtime.aliases import Aliases
-from memlab.runtime.autocast import AutocastState
+from memlab.runtime.autocast import CallContext
 from memlab.runtime.batch import Batch
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real, requires_grad
@@ -91,8 +91,7 @@ class GuardedCall:
         self._guardian = guardian
         self._inputs = [i for i, leaf in enumerate(self._leaves) if requires_grad(leaf)]
         self._places: list[Place] = []  # in the model's state, where outputs are
-        self._autocast = AutocastState()
-        self._saving = graphs.repeatable_hooks()  # by which the loop has the graph keep what it needs
+        self._context = CallContext()
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
         self._found = Found(self._before.state, {id(leaf) for leaf in self._leaves})
         self._under_way = hooks.calls_under_way()
@@ -350,7 +349,7 @@ class GuardedCall:
         self._before.restore(found)
         gathered = self._aliases.take_gradients()
         try:
-            with inside or nullcontext(), self._autocast.entered(), self._saving, hooks.within(self._under_way):
+            with inside or nullcontext(), self._context.entered(), hooks.within(self._under_way):
                 with self._of_theirs():
                     output = self._run(*args, **kwargs)
                 news = self._before.state.news()

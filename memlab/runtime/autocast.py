@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memlab.runtime.graphs import repeatable_hooks
+
 
 def device_types() -> tuple[str, ...]:
     """Device types whose autocast state a training thread may hold."""
@@ -77,11 +79,11 @@ class CallSettings:
             yield
 
 
-class AutocastState:
-    """The autocast state at one moment, with the other settings there, to be entered again, as a recomputation must."""
+class CallContext:
+    """Surroundings of a call: autocast, `CallSettings`, hooks on saved tensors; entered again where the call is run again."""
 
     def __init__(self) -> None:
-        self._settings = CallSettings()
+        self._settings, self._saving = CallSettings(), repeatable_hooks()
         self._states = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types()]
 
     @property
@@ -96,7 +98,7 @@ class AutocastState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        with self._settings.entered(), ExitStack() as stack:
+        with self._settings.entered(), self._saving, ExitStack() as stack:
             for device_type, enabled, dtype in self._states:
                 if not (enabled or torch.is_autocast_enabled(device_type)):
                     # off then and now: entering it changes the cache's setting, for which code is compiled anew

@@ -402,12 +402,11 @@ def _shell(value: Any) -> Any:
         made = base.__new__(kind)
     except TypeError:  # a kind that C code makes (OrderedDict, deque): with its items
         return copy.copy(value)
-    own = attributes(value)
-    getattr(made, "__dict__", {}).update(
-        {name: own.pop(name) for name in [*getattr(value, "__dict__", ())] if name in own}
-    )
-    for name, item in own.items():
-        object.__setattr__(made, name, item)
+    own = getattr(value, "__dict__", {})
+    getattr(made, "__dict__", {}).update(own)
+    for name, item in attributes(value).items():
+        if name not in own:  # in a slot
+            object.__setattr__(made, name, item)
     return made
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memlab.errors import RefusalError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
-from memlab.runtime.autocast import AutocastState
+from memlab.runtime.autocast import CallContext
 from memlab.runtime.backward import is_added
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.model_state import State
@@ -55,7 +55,7 @@ class OwnBackward:
         # its gradient is added in the passes that add one to every leaf
         self._leaf = torch.zeros((), requires_grad=True, device=device)
         self._sources = [*self._inputs, *self._parameters.values(), self._leaf]
-        self._autocast = AutocastState()
+        self._context = CallContext()
         self._state = State.of_model(model, device, self._leaves)
         self._began = self._now()
         self._paths: list[Path] = []
@@ -126,7 +126,7 @@ class OwnBackward:
         args, kwargs = tree_unflatten([views.get(id(leaf), leaf) for leaf in self._leaves], self._spec)
         # an engine may keep weights elsewhere
         weights = {name: p.to(self._device) for name, p in self._parameters.items() if p.device != self._device}
-        as_then = (uninterrupted(), self._state.again(with_graphs=True), self._autocast.entered(), torch.enable_grad())
+        as_then = (uninterrupted(), self._state.again(with_graphs=True), self._context.entered(), torch.enable_grad())
         with ExitStack() as contexts:
             for context in (*as_then, _reparametrize_module(self._model, weights)):
                 contexts.enter_context(context)

@@ -15,7 +15,7 @@ from torch import nn
 from memlab.errors import MemlabError
 from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
-from memlab.runtime.autocast import AutocastState, without_autocast
+from memlab.runtime.autocast import CallContext, without_autocast
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import LazyTensor, real, requires_grad
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -84,11 +84,11 @@ class Judgement:
             self._start = Surroundings(model, complete=True)
         self._random = Randomness([*self._start.generators, *filter(is_generator, whole.leaves)])
         self._names = {id(p): n for n, p in model.named_parameters()}
-        self._autocast = AutocastState()
+        self._context = CallContext()
         self._versions = [p._version for p in self._aliases.originals]
-        self._scale = _LOSS_SCALE if self._autocast.scales_gradients else 1.0
+        self._scale = _LOSS_SCALE if self._context.scales_gradients else 1.0
         self._rows = [stop - start for start, stop in ranges]
-        is_low = is_low or self._autocast.is_on
+        is_low = is_low or self._context.is_on
         tolerance = LOW_TOLERANCE if is_low else TOLERANCE
         self._agreement = Agreement(name, self._rows, probe.joins(whole), tolerance)
 

@@ -14,8 +14,8 @@ from torch import nn
 from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
-from memlab.runtime.autocast import AutocastState, without_autocast
-from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, repeatable_hooks, sequence_nr
+from memlab.runtime.autocast import CallContext, without_autocast
+from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.rng import Randomness, is_generator
@@ -110,8 +110,7 @@ class MicroRun:
         self._repeats = random_states is not None
         self._random_states = random_states or []
         self._updates = learnt.updates
-        self._autocast = AutocastState()
-        self._saving = repeatable_hooks()  # by which the loop has the graph keep what it needs
+        self._context = CallContext()
         self._aliases: Gatherer = gatherer if gatherer is not None else Aliases(model)
         self._inputs = MicroInputs(division)
         self._gathered = MicroOutputs(division, verdict, repeats=self._repeats)
@@ -180,8 +179,8 @@ class MicroRun:
                 "read it before the step (from the next batch on memlab keeps it)"
             )
         again = self._again()
-        again._under_way, again._saving = self._under_way, self._saving
-        with self._random_kept(), self._autocast.entered(), self._as_before(), hooks.within(self._under_way):
+        again._under_way, again._context = self._under_way, self._context
+        with self._random_kept(), self._context.entered(), self._as_before(), hooks.within(self._under_way):
             leaves = again._leaves()
         return again, leaves
 
@@ -319,7 +318,7 @@ class MicroRun:
                 and requires_grad(outputs.leaves[outputs.loss])
             )
             self._fused = self._learnt.fused
-        if self._fused and self._autocast.scales_gradients:
+        if self._fused and self._context.scales_gradients:
             self._inner_scale = self._learnt.loop_scale
 
     def _backward_of_loss(self, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
@@ -371,7 +370,7 @@ class MicroRun:
             self._inputs.gradients = []
             self._aliases.take_gradients()
             return
-        if self._autocast.scales_gradients:
+        if self._context.scales_gradients:
             self._learnt.loop_scale = loss_gradient.detach()
         factor = loss_gradient / self._inner_scale
         if factor.device.type == "cpu" and float(factor) == 1.0:
@@ -394,7 +393,7 @@ class MicroRun:
         with (
             self._random_kept(),
             self._aliases.originals_in_place() as parameters,
-            self._autocast.entered(),
+            self._context.entered(),
             self._as_before(),
         ):
             for index in range(self._count):
@@ -417,7 +416,7 @@ class MicroRun:
         with (
             self._random_kept(),
             self._aliases.in_place(),
-            self._autocast.entered(),
+            self._context.entered(),
             self._as_before(),
             torch.enable_grad(),
         ):
@@ -429,14 +428,13 @@ class MicroRun:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Restore what the forward reads beside its arguments, as it was before the call; the graph is kept as it was there."""
+        """Restore what the forward reads beside its arguments, as it was before the call."""
         if self._snapshot is None:
-            with self._saving:
-                yield
+            yield
             return
         statistics = Surroundings(self._model, complete=True) if self._per_part else None
         try:
-            with self._snapshot.as_before(), self._saving:
+            with self._snapshot.as_before():
                 yield
         finally:
             if statistics is not None:

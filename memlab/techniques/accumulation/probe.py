@@ -83,7 +83,7 @@ class Probe:
         self._joins: dict[tuple[Any, ...], tuple[Join | None, ...]] = {}
         # why the likeliest way in which a call might split is none, and what to do instead
         self._apart: tuple[str, str] | None = None
-        self._ran = False  # whether rows apart ran that way
+        self._is_given = False  # whether no other way is likelier
 
     def layout(self, call: Call) -> Layout:
         """Return how this call splits.
@@ -207,8 +207,8 @@ class Probe:
 
     def _give(self, layout: Layout, reason: str, instead: str = KEEP_WHOLE, *, ran: bool = True) -> None:
         """Note why a call does not split so: the first reason counts, but for tensors in lists that were cut where they did not run."""
-        if self._apart is None or (layout.in_lists and not self._ran):
-            self._apart, self._ran = (reason, instead), ran or layout.in_lists
+        if self._apart is None or (layout.in_lists and not self._is_given):
+            self._apart, self._is_given = (reason, instead), ran or layout.in_lists
 
     def _joins_of(
         self, layout: Layout, whole: Outputs, parts: list[Outputs], sizes: list[int]
