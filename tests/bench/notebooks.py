@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import nbformat
 import psutil
 
 from tests.bench.machine import here
@@ -71,7 +70,7 @@ def measured(name: str) -> dict[str, float]:
         name: of the source, without ending.
     """
     program = build()
-    notebook: nbformat.NotebookNode = program.notebook_of((NOTEBOOKS / "source" / f"{name}.md").read_text("utf-8"))
+    notebook = program.notebook_of((NOTEBOOKS / "source" / f"{name}.md").read_text("utf-8"))
     peak = ResidentPeak()
     began = time.monotonic()
     with peak.watching():

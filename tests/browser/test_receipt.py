@@ -19,7 +19,7 @@ from tests.browser.conftest import choose_theme  # noqa: E402
 from tests.jupyter.conftest import MAKE, TRAIN  # noqa: E402
 from tests.report import samples  # noqa: E402
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 
 CELLS = (
     "%load_ext memlab",

@@ -274,6 +274,7 @@ for step in range(5):
     assert "5 steps" in ran.out
 
 
+@pytest.mark.full
 def test_a_budget_that_the_loss_of_the_loop_does_not_fit_lets_the_loop_go_on(shell: Any, cell: Cell) -> None:
     made, loop = LOOPS["a criterion, and an output that is held and counted after the update"]
     cell(NET + made)

@@ -23,7 +23,7 @@ def fresh():
     model = GPT2LMHeadModel(config).train()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 generator = torch.Generator().manual_seed(1)
-texts = [torch.randint(0, 512, (8, length), generator=generator) for length in (24, 40, 32, 200, 48, 24, 230, 60)]
+texts = [torch.randint(0, 512, (8, length), generator=generator) for length in (24, 40, 24, 200, 40, 200)]
 """
 
 LOOP = """
@@ -128,7 +128,7 @@ def test_when_nothing_fits_the_cell_says_so_in_one_paragraph(shell: Any, texts: 
     assert "The kernel still works, and weights and optimizer state are as they were before step" in paragraph
     # and training goes on where it stopped, once there is room
     assert texts(f"optimizer.zero_grad()\n%memfit undo\n{LOOP}").error is None
-    assert len(shell.user_ns["losses"]) == 8
+    assert len(shell.user_ns["losses"]) == 6
 
 
 def test_a_plan_that_changes_numerics_does_not_stay_when_nothing_fits(shell: Any, cell: Cell) -> None:

@@ -737,15 +737,15 @@ def test_neither_model_nor_session_is_kept_alive() -> None:
 
 def test_hours_of_steps_stay_bounded(control: Control, workload: Workload) -> None:
     with Cell(control, workload) as cell:
-        cell.train(400)
-        for number in range(60):
+        cell.train(320)
+        for number in range(52):
             control.ask("accumulation", str(1 + number % 2))
             cell.train(2)
     moment = control.moment()
     assert len(moment.points) <= 300
     assert len(moment.changes) <= 100
     assert len(moment.events) <= 20
-    assert moment.step == 520
+    assert moment.step == 424
 
 
 def test_a_rescue_is_seen(workload: Workload) -> None:

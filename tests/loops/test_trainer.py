@@ -16,7 +16,7 @@ from tests.loops.running import fitted
 
 transformers = pytest.importorskip("transformers")
 
-ROWS, STEPS = 16, 12
+ROWS, STEPS = 16, 6
 _UNTOUCHED: dict[str, Any] = {}  # Trainers that have trained without memlab, by model
 _STATE_HOOKS = [
     "_optimizer_step_pre_hooks",
@@ -130,7 +130,7 @@ def test_a_loss_that_trainer_divides_by_num_items_in_batch(tmp_path: Path) -> No
 
 # -- checkpoints -------------------------------------------------------------------------------
 
-_SAVING = {"save_strategy": "steps", "save_steps": 6}
+_SAVING = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
 _PLANS = {"--offload optimizer": 0.0, "--adam8bit --offload optimizer": 2e-3, "--accumulate 4 --adam8bit": 2e-3}
 
 

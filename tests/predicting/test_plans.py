@@ -187,6 +187,7 @@ def small_gpt2() -> Workload:
     return family("gpt2")
 
 
+@pytest.mark.full
 def test_a_plan_alone_is_predicted_as_among_others(small_gpt2: Workload) -> None:
     plans = ["", "--accumulate 4 --checkpoint", "--bf16 --adam8bit"]
     for flags, among_others in zip(plans, predict_all(small_gpt2, plans=plans), strict=True):

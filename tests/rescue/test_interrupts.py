@@ -103,7 +103,7 @@ def test_at_any_opcode_of_what_holds_it_back(file: str) -> None:
     old, new = "--accumulate 2 --fp16", "--checkpoint"
     switches = Switches(old, new)
     total = seen(old, new, (file,), "opcode")
-    for nth in range(1, total + 1, 1 + total // 250):
+    for nth in range(1, total + 1, 1 + total // 120):
         switches.interrupted(happening(interrupt, nth, (file,), "opcode"), nth)
     assert total > 50
     switches.end()
@@ -156,7 +156,7 @@ def test_an_undo_is_completed() -> None:
         expected = {**run.contents(), "plan": None}
     nth, reached = 0, True
     while reached:
-        nth += 47
+        nth += 71
         run = Run(plan)
         try:
             with happening(interrupt, nth) as moment:

@@ -417,6 +417,7 @@ def test_a_backward_pass_that_ran_out_anywhere(way: str, loss_of: Any, has_gradi
     assert stack() == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["a hook", "a function", "a module's hook"])
 def test_code_in_the_loops_part_leaves_what_one_pass_leaves(way: str) -> None:
     def run(faults: Faults, rescued: bool) -> tuple[list[float], int]:

@@ -1,6 +1,6 @@
 """Random sequences of plan switches with training between them, some of which fail half-way.
 
-``MEMLAB_LONG=1`` runs 1,000 sequences of exact plans in place of 40.
+``MEMLAB_LONG=1`` runs 1,000 sequences of exact plans in place of 10.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def lossless(plan: str) -> bool:
     return not any(flag in plan for flag in ("16", "8bit", "--optim"))
 
 
-@sequences(20, 1000)
+@sequences(10, 1000)
 @given(moves(plans()), st.sampled_from(["gpt2", "tied", "tied-criterion"]))
 def test_exact_plans_change_nothing(sequence: list[Move], name: str) -> None:
     losses, _ = run(CASES[name], sequence)
@@ -173,7 +173,7 @@ def test_exact_plans_change_nothing(sequence: list[Move], name: str) -> None:
 
 
 @pytest.mark.full
-@sequences(8, 300)
+@sequences(5, 300)
 @given(moves(plans(("", *_STATED))), st.sampled_from(_LOSSY_CASES))
 def test_lossy_plans_stay_within_their_tolerance(sequence: list[Move], name: str) -> None:
     losses, _ = run(CASES[name], sequence)
@@ -183,7 +183,7 @@ def test_lossy_plans_stay_within_their_tolerance(sequence: list[Move], name: str
 
 
 @pytest.mark.full
-@sequences(15, 300)
+@sequences(8, 300)
 @given(moves(plans(("", "--fp16", "--optim sgd", "--optim adafactor", "--adam8bit --fp16"))), st.just("gpt2"))
 def test_any_plans_train_and_come_off(sequence: list[Move], name: str) -> None:
     losses, _ = run(

@@ -89,6 +89,7 @@ def test_ctrl_c_ends_it_and_the_next_run_builds(cache: Path, monkeypatch: pytest
     assert built(cache) == ["async_io/async_io.so"]
 
 
+@pytest.mark.full
 def test_what_a_killed_build_left_is_not_waited_for(cache: Path) -> None:
     code = (
         "import torch; from memlab.scaleout import async_io\n"

@@ -73,6 +73,7 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_is_not_used(monkeypatch: pytest.MonkeyPatch, taken_port: int) -> None:
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": taken_port, "RANK": 7, "WORLD_SIZE": 9}.items():
         monkeypatch.setenv(name, str(value))

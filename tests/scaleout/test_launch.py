@@ -42,7 +42,7 @@ def no_process_left() -> Any:
         time.sleep(0.1)
 
 
-@pytest.mark.few(1, full=1)
+@pytest.mark.few(0, full=2)
 @pytest.mark.parametrize(
     "flags", engines(*ENGINES, "fsdp2 --offload optimizer --checkpoint", "zero3 --offload optimizer")
 )
@@ -158,6 +158,7 @@ def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:
     assert differing(workload, before) == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_process_left")
 def test_an_interrupt_ends_all_ranks() -> None:
     workload = gpt2()

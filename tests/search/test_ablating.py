@@ -83,6 +83,7 @@ def test_a_whole_ablation_leaves_no_difference(load: Workload) -> None:
     assert all(p.peak_allocated_bytes == pytest.approx(m.peak_allocated_bytes, rel=0.005) for m, p in pairs)
 
 
+@pytest.mark.full
 def test_rows_stand_on_the_techniques_that_were_kept(load: Workload) -> None:
     found = ablation(load, ["--accumulate 4", "--release-grads", "--adam8bit"], steps=1, progress=quiet)
     assert [(row.technique, row.kept) for row in found.rows[:4]] == [

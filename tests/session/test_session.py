@@ -723,7 +723,7 @@ _LOSSLESS = st.fixed_dictionaries(
 ).map(lambda parts: " ".join(filter(None, parts.values())))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans=st.lists(_LOSSLESS, min_size=2, max_size=5), name=st.sampled_from(["tied", "tied-criterion"]))
 def test_lossless_plans_in_any_order_change_nothing(plans: list[str], name: str) -> None:
     case = CASES[name]
