@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,14 +45,17 @@ from torch.utils.hooks import RemovableHandle
 from memlab.errors import MemlabError
 from memlab.rescue.found import Found, is_entering
 from memlab.rescue.outputs import Path, at, differentiable, exchanged, replaced
+from memlab.rescue.recovery import OtherResultsError
 from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs, hooks
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import CallContext
 from memlab.runtime.batch import Batch
+from memlab.runtime.fingerprints import Fingerprint, fingerprints
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real, requires_grad
 from memlab.runtime.model_state import KeptTensor, Place
+from memlab.runtime.modules import Modes
 from memlab.runtime.reach import has_backward_hooks
 from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
     from memlab.rescue.rescuer import Rescuer
 
 Run = Callable[..., Any]
+
+_LOSSY = 0.1  # by how much outputs may be others under a plan that changes numbers, relative to their norm
 
 
 _TWICE = (
@@ -95,6 +100,7 @@ class GuardedCall:
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
         self._found = Found(self._before.state, {id(leaf) for leaf in self._leaves})
         self._under_way = hooks.calls_under_way()
+        self._modes = Modes(model.modules())
         self._after: RandomState | None = None
         self._watched = [*self._leaves, *aliases.originals]  # must be as they were, for another run
         self._versions = [*map(_version, self._watched)]
@@ -103,6 +109,7 @@ class GuardedCall:
         self._inner_inputs: list[torch.Tensor] = []
         self._paths: list[Path] = []
         self._output: Any = None
+        self._gave: dict[Path, Fingerprint] = {}  # its first run
         self.goes_on = False  # whether the first run has used a graph from before it that it was not seen to find
         self._retained: list[int] = []  # numbers of outputs that keep their gradients
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
@@ -310,6 +317,7 @@ class GuardedCall:
         tensors = {path: t for path, t in differentiable(self._output).items() if id(t) not in known}
         self._graph = {path: t for path, t in tensors.items() if path[0] == 0 or is_made(t)}
         self._paths = list(self._graph)
+        self._gave = fingerprints(self._graph)
         self._retained = [number for number, each in enumerate(self._graph.values()) if each.retains_grad]
         nodes = set() if is_alone and not self._found.kept else graphs.nodes_of(self._graph.values())
         self.goes_on = any(node._sequence_nr() < began for node in nodes)
@@ -328,13 +336,34 @@ class GuardedCall:
         with self._aliases.in_place(), torch.enable_grad():
             yield
 
-    def _run_again(self) -> None:
-        """Make the graph anew under the plan in force, as the first run made it."""
+    def _run_again(self, wanted: Iterable[Path]) -> None:
+        """Make the graph anew under the plan in force, as the first run made it.
+
+        Args:
+            wanted: outputs whose gradients have come.
+        """
         leaves = list(self._leaves)
         for position in self._inputs:
             leaves[position] = leaves[position].detach().requires_grad_()
-        self._graph = self._again(leaves, self._found.stand_ins(), self._inside())
+        made = self._again(leaves, self._found.stand_ins(), self._inside())
+        self._require_same(made, wanted)
+        self._graph = made
         self._inner_inputs = [*(leaves[position] for position in self._inputs), *self._found.leaves]
+
+    def _require_same(self, made: Mapping[Path, torch.Tensor], wanted: Iterable[Path]) -> None:
+        """Refuse gradients of a run that gives other values than the first.
+
+        Raises:
+            OtherResultsError: it does.
+        """
+        draws = self._after is None or not self._before.random.equals(self._after)
+        tolerance = 0.0 if self._guardian.is_exact else _LOSSY
+        for path in wanted:
+            gave = self._gave.get(path)
+            if gave is None or (gave.is_number and draws):
+                continue  # a loss that the model computes may be of other random numbers
+            if not gave.is_like(Fingerprint.of(made[path]), tolerance):
+                raise OtherResultsError(type(self._model).__name__)
 
     def _again(
         self,
@@ -349,7 +378,12 @@ class GuardedCall:
         self._before.restore(found)
         gathered = self._aliases.take_gradients()
         try:
-            with inside or nullcontext(), self._context.entered(), hooks.within(self._under_way):
+            with (
+                inside or nullcontext(),
+                self._context.entered(),
+                self._modes.entered(),
+                hooks.within(self._under_way),
+            ):
                 with self._of_theirs():
                     output = self._run(*args, **kwargs)
                 news = self._before.state.news()
@@ -421,7 +455,7 @@ class GuardedCall:
         self, wanted: Mapping[Path, torch.Tensor], *, keep: bool, retain: bool
     ) -> list[torch.Tensor | None]:
         if self._graph is None:
-            self._run_again()
+            self._run_again(wanted)
         assert self._graph is not None
         hooked = self._hooked(self._graph) if self._hooks else nullcontext()
         edges = _edges(self._graph)  # the outputs themselves may go, as they do where the loop has let go of them
@@ -437,7 +471,7 @@ class GuardedCall:
     def _batched(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Those of several backward passes gather on no tensor."""
         if self._graph is None:
-            self._run_again()
+            self._run_again([path for path, g in zip(self._paths, outer, strict=True) if g is not None])
         assert self._graph is not None
         edges = _edges(self._graph)
         pairs = [(edges[path], g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
@@ -487,6 +521,7 @@ class GuardedCall:
             leaves[position] = leaves[position].view_as(leaves[position])
         found = self._found.views()
         made = self._again(leaves, found)
+        self._require_same(made, [path for path, g in zip(self._paths, outer, strict=True) if g is not None])
         pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
         sources = [*(leaves[i] for i in self._inputs), *found.values(), *self._aliases.originals]
         with self._hooked(made):

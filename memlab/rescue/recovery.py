@@ -17,6 +17,7 @@ from memlab.records import Prediction, Rescue
 from memlab.rescue.fallback import Fallback, Place, next_plans
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError
+from memlab.runtime.fingerprints import CHANGED
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release, requested_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +31,16 @@ class NothingFitsError(MemlabError, torch.OutOfMemoryError):
 
     It is a `torch.OutOfMemoryError`, so that code which handles one handles this.
     """
+
+
+class OtherResultsError(NothingFitsError):
+    """Memory ran out in a backward pass, and the forward pass of its call cannot be run again as it was."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"memory ran out in the backward pass, and {name} computed something else when it ran again: {CHANGED}; "
+            "leave the change until after backward(), or begin with a plan that fits (%memfit predict shows some)"
+        )
 
 
 class _Trouble:

@@ -427,6 +427,11 @@ class Rescuer:
         return session
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether the plan in force computes what the loop as written does."""
+        return self._live_session.plan.is_exact
+
+    @property
     def device(self) -> torch.device:
         """Return the device that the model is trained on."""
         return self._live_session.workload.device

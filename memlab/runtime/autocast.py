@@ -1,7 +1,8 @@
-"""Settings of torch's that a `with` block around a call makes: autocast, kernels, defaults; saved and entered again later."""
+"""Settings that a `with` block around a call makes: autocast, kernels, defaults, context variables; saved and entered again later."""
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -51,21 +52,29 @@ _CHOICES = tuple(
         (torch._C, "_get_sdp_priority_order", "_set_sdp_priority_order"),
         (torch._C, "_get_cudnn_enabled", "_set_cudnn_enabled"),
         (torch._C, "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+        (torch._C, "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+        (torch._C, "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+        (torch, "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
         (torch, "get_default_dtype", "set_default_dtype"),
     )
     if hasattr(owner, reads) and hasattr(owner, writes)
 )
 
 
+_UNSET: Any = object()
+
+
 class CallSettings:
     """Settings that choose kernels and defaults at one moment (`sdpa_kernel`, `cudnn.flags`, `torch.device`), to be entered again.
 
-    Other kernels save other tensors, and give other rounding; the default device is that of a thread.
+    Other kernels save other tensors, and give other rounding; the default device is that of a thread. So are variables of
+    `contextvars`, among them the contexts of `decimal` and NumPy.
     """
 
     def __init__(self) -> None:
         self._values: list[Any] = [read() for read, _ in _CHOICES]
         self._device = torch.get_default_device()
+        self._variables = contextvars.copy_context()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -76,6 +85,9 @@ class CallSettings:
                     write(value)
             if torch.get_default_device() != self._device:
                 stack.enter_context(self._device)
+            for variable, value in self._variables.items():
+                if variable.get(_UNSET) is not value:
+                    stack.callback(variable.reset, variable.set(value))
             yield
 
 

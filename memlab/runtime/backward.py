@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-Around = Callable[[Sequence[Any]], AbstractContextManager[None]]
+# of what a pass begins with, and whether its gradients go to the leaves (`backward`) or to the loop (`torch.autograd.grad`)
+Around = Callable[[Sequence[Any], bool], AbstractContextManager[None]]
 
 _NAME = "_engine_run_backward"
 _original: Callable[..., Any] = getattr(torch.autograd, _NAME)
@@ -38,7 +39,7 @@ def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         setattr(torch.autograd, _NAME, _original)
     with ExitStack() as contexts:
         for context in [made for each in around if (made := each()) is not None]:
-            contexts.enter_context(context(roots))
+            contexts.enter_context(context(roots, bool(kwargs.get("accumulate_grad", True))))
         return _original(roots, *args, **kwargs)
 
 

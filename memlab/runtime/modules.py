@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -63,6 +63,32 @@ def in_use(block: nn.Module) -> AbstractContextManager[None]:
     uses = (getattr(hook, "in_use", None) for hook in block._forward_pre_hooks.values())
     use = next((use for use in uses if use is not None), nullcontext)
     return use()
+
+
+class Modes:
+    """Modes of modules (training or evaluation), and which of their parameters train, at one moment; to be entered again."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modes = [(module, module.training) for module in modules]
+        parameters = (each for module, _ in self._modes for each in module._parameters.values() if each is not None)
+        self._trained = [(each, each.requires_grad) for each in parameters if each.is_leaf]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context in which they are as they were."""
+        modules = [(module, mode) for module, mode in self._modes if module.training is not mode]
+        parameters = [(each, trains) for each, trains in self._trained if each.requires_grad is not trains]
+        for module, mode in modules:
+            module.training = mode
+        for parameter, trains in parameters:
+            parameter.requires_grad = trains
+        try:
+            yield
+        finally:
+            for module, mode in modules:
+                module.training = not mode
+            for parameter, trains in parameters:
+                parameter.requires_grad = not trains
 
 
 def refuse_kept_weights(field: str, model: nn.Module, name: str) -> None:

@@ -25,6 +25,7 @@ from memlab.errors import RefusalError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
 from memlab.runtime.autocast import CallContext
 from memlab.runtime.backward import is_added
+from memlab.runtime.fingerprints import CHANGED, Fingerprint, fingerprints
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.model_state import State
 
@@ -59,6 +60,7 @@ class OwnBackward:
         self._state = State.of_model(model, device, self._leaves)
         self._began = self._now()
         self._paths: list[Path] = []
+        self._gave: dict[Path, Fingerprint] = {}
         self._graph: list[torch.Tensor] = []  # the engine's outputs, where they are apart
 
     def run(self, call: _Call) -> Any:
@@ -82,7 +84,7 @@ class OwnBackward:
         graph = differentiable(output)
         if not graph:
             return output
-        self._paths = list(graph)
+        self._paths, self._gave = list(graph), fingerprints(graph)
         self._is_apart = self._is_apart and not kept
         self._graph = [*graph.values()] if self._is_apart else []
         inner_outputs = [] if self._is_apart else [*graph.values()]
@@ -132,6 +134,12 @@ class OwnBackward:
                 contexts.enter_context(context)
             made = at(self._own(*args, **kwargs), self._paths)
         wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
+        if any(path in self._gave and not self._gave[path].is_like(Fingerprint.of(made[path])) for path in wanted):
+            raise RefusalError(
+                "scale",
+                f"{type(self._model).__name__} computed something else when it ran again in the backward pass: {CHANGED}",
+                "leave the change until after backward(), or train without --scale",
+            )
         return torch.autograd.grad(
             [made[path] for path in wanted], [views.get(id(each), each) for each in self._sources], [*wanted.values()],
             create_graph=torch.is_grad_enabled(), allow_unused=True,

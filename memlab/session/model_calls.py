@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.rescue.start import Start, Weights
@@ -15,6 +16,7 @@ from memlab.runtime import graphs
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.lazy import requires_grad
 from memlab.session.tape import recorder_here
 from memlab.techniques.base import Technique
 
@@ -68,7 +70,7 @@ class ModelCalls:
         where, trains = graphs.why_as_written(), session.workload.model.training
         if where and session.techniques:
             session.log.note_once(f"calls {where} are left as they are: the plan does not apply there")
-        if where or not (trains and torch.is_grad_enabled()):
+        if where or not (trains and torch.is_grad_enabled() and self._derives(args, kwargs)):
             session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
             return _through([t.evaluate for t in session.techniques], original, args, kwargs)
         session.switching.take_withdrawn_out()
@@ -88,6 +90,11 @@ class ModelCalls:
             loss = loss_of(output)
             session.observers.tell("forward_ended", loss)
         return output
+
+    def _derives(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the call can have a graph: not with all frozen, as adapters are switched off for a reference."""
+        parameters = self._session.workload.model.parameters()
+        return any(each.requires_grad for each in parameters) or any(map(requires_grad, tree_leaves((args, kwargs))))
 
     def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         session = self._session

@@ -231,6 +231,18 @@ def chooses_its_kernels(model: nn.Module, optimizer: torch.optim.Optimizer) -> l
     return [*found, torch.backends.cuda.flash_sdp_enabled(), torch.get_default_dtype()]
 
 
+def refers_to_itself(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """A call with all weights frozen, as a model whose adapters are switched off is its own reference."""
+    found = []
+    for rows in torch.randn(STEPS, 6, 4):
+        output = model(rows)
+        model.requires_grad_(False)
+        reference = model(rows)
+        model.requires_grad_(True)
+        found.append(updated(optimizer, (output - 0.9 * reference).square().mean()))
+    return found
+
+
 class Delegating:
     """A batch whose attributes are in a dictionary of its own."""
 
@@ -298,6 +310,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "rounds what is saved": (mlp, rounds_what_is_saved),
     "checkpoints its calls": (mlp, checkpoints_its_calls),
     "chooses its kernels": (Attending, chooses_its_kernels),
+    "refers to itself": (mlp, refers_to_itself),
     "batches that are objects": (OfObjects, batches_that_are_objects),
     "another class": (mlp, another_class),
     "optimizer made anew": (mlp, made_anew),

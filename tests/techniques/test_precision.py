@@ -158,6 +158,30 @@ def test_two_optimizers_of_one_model_skip_together() -> None:
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("flags", ["--fp16", "--fp16 --accumulate 2"])
+def test_gradients_that_the_loop_takes_itself_are_not_scaled(flags: str) -> None:
+    """The first scale, 2 ** 16, would make the gradients of a sum infinite, and a loop that goes on from them has nothing to skip."""
+
+    def gradients(plan: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with fit(Workload(model, optimizer), plan):
+            chain, found = torch.randn(64, 8), []
+            for _ in range(3):
+                for _ in range(2):
+                    sample = chain.detach().requires_grad_()
+                    found += torch.autograd.grad(100 * model(sample).sum(), [sample, *model.parameters()])
+                    chain = sample - 1e-3 * found[-5]
+                optimizer.zero_grad()
+                model(chain.detach()).mean().backward()
+                optimizer.step()
+        return [*found, chain.detach()]
+
+    for one, other in zip(gradients(flags), gradients(""), strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.1
+
+
 def test_the_scale_doubles_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memlab.techniques.precision.loss_scale._GROWTH_STEPS", 3)
     model, batch = Regressor(), regression_batch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,9 +15,11 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
+from memlab.runtime.fingerprints import Fingerprint, fingerprints, is_due, other_results
 from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
+from memlab.runtime.modules import Modes
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.escapes import earlier_graph
@@ -40,6 +42,7 @@ class Learnt:
     reads_outputs: bool = False  # the loop has looked at a large output, so they are kept from then on
     loop_scale: torch.Tensor | float = _FIRST_LOOP_SCALE  # factor by which the loop scaled its loss last
     updates: int = 0  # optimizer steps so far; parameters of an earlier count are gone
+    calls: int = 0
     # whether a call without gradients would do something else: its forward derives or sets hooks, or it is compiled,
     # and calls with and without gradients would be compiled each by itself
     needs_graph: bool = False
@@ -124,6 +127,10 @@ class MicroRun:
         self._per_part = per_part
         self._check = check
         self._snapshot: Surroundings | None = None
+        self._untouched: Surroundings | None = None  # the same, where nobody has judged
+        self._modes: Modes | None = None
+        # by number of a micro-batch that is to run again, what it gave; empty where that is not compared
+        self._given: dict[int, dict[int, Fingerprint]] = {}
         self._refuses_effects = refuses_effects
         self._leaves_something = False  # beside its output
         self._under_way = hooks.calls_under_way()
@@ -195,11 +202,13 @@ class MicroRun:
 
     def first_pass(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run every micro-batch once. Returns the joined outputs, and those among them that have no gradient."""
+        self._modes = Modes(self._model.modules())
+        self._learnt.calls += not self._repeats
         with self._aliases.in_place():
             if self._verdict is not None:
                 self._snapshot = Surroundings(self._model, self._verdict.changing, without_buffers_of=self._per_part)
                 self._check(self._snapshot)
-            untouched = self._unjudged_surroundings() if self._refuses_effects else None
+            untouched = self._untouched = self._unjudged_surroundings() if self._refuses_effects else None
             try:
                 for index in range(self._count):
                     self._first_run_of(index)
@@ -252,6 +261,8 @@ class MicroRun:
         self._gathered.sharing.note(outputs.leaves, self._before(micro_batch))
         if not keeps_graph:
             outputs = outputs.without_graph()
+        if is_due(self._learnt.calls):
+            self._given[index] = fingerprints(dict(enumerate(outputs.leaves)))
         if index == 0:
             self._choose_form(outputs)
         self._gathered.add(outputs, keeps_large=not self._fused or self._learnt.reads_outputs)
@@ -399,6 +410,7 @@ class MicroRun:
             for index in range(self._count):
                 self._random_states[index].restore()
                 _, outputs = self._run(index, self._inputs.part_of(whole, index))
+                self._require_same(index, outputs, wanted)
                 pairs += self._gathered.shares(outputs, wanted, index)
                 if self._snapshot is not None:
                     self._snapshot.restore(strict=False)
@@ -429,12 +441,14 @@ class MicroRun:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Restore what the forward reads beside its arguments, as it was before the call."""
+        modes = nullcontext() if self._modes is None else self._modes.entered()
         if self._snapshot is None:
-            yield
+            with modes, nullcontext() if self._untouched is None else self._untouched.as_before():
+                yield
             return
         statistics = Surroundings(self._model, complete=True) if self._per_part else None
         try:
-            with self._snapshot.as_before():
+            with self._snapshot.as_before(), modes:
                 yield
         finally:
             if statistics is not None:
@@ -446,11 +460,19 @@ class MicroRun:
         else:
             self._random_states[index].restore()
             micro_batch, outputs = self._run(index)
+            self._require_same(index, outputs, wanted)
         pairs = self._gathered.shares(outputs, wanted, index)
         del outputs
         if pairs:
             self._backward([tensor for tensor, _ in pairs], [share for _, share in pairs])
         return self._inputs.gradients_of(micro_batch)
+
+    def _require_same(self, index: int, outputs: Outputs, wanted: Mapping[int, torch.Tensor]) -> None:
+        """Refuse gradients of a micro-batch that gives other values than in its first run."""
+        given = self._given.get(index, {})
+        for position in wanted.keys() & given.keys():
+            if not given[position].is_like(Fingerprint.of(outputs.leaves[position])):
+                raise other_results(_FIELD, type(self._model).__name__)
 
     def _check_replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         if not all(map(self._gathered.has_rule, wanted)):

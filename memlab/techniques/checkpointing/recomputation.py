@@ -1,13 +1,21 @@
-"""Context that a recomputation in the backward pass needs."""
+"""Context that a recomputation in the backward pass needs, and whether it gives what the first run gave."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 
+import torch
 from torch import nn
+from torch.utils import checkpoint as module
 
+from memlab.runtime.fingerprints import Saved, is_due, other_results
 from memlab.runtime.modules import in_use
+
+_CHECK = "memlab: values"
+_running = threading.local()
 
 
 class Recomputation(AbstractContextManager[None]):
@@ -34,3 +42,41 @@ class Recomputation(AbstractContextManager[None]):
 def contexts_within(block: nn.Module | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return what surrounds the forward of a part of a block, and its recomputation; None for a part of no block."""
     return nullcontext(), nullcontext() if block is None else Recomputation(block, nullcontext())
+
+
+class Comparison:
+    """Whether a part gives, when it runs again, what its first run gave.
+
+    Args:
+        number: of the run, from one; values are not compared in every one.
+        field: of the plan, by which the part runs again.
+        name: of the part, for people.
+    """
+
+    def __init__(self, number: int, field: str, name: str) -> None:
+        self._part = field, name
+        self._of_values = is_due(number)
+        self._stops = False
+
+    @contextmanager
+    def first(self) -> Iterator[str]:
+        """Context of the first run, which gives torch's `determinism_check` for it."""
+        self._stops = module._enable_checkpoint_early_stop is not False
+        if not self._of_values:
+            yield "default"
+            return
+        module._allowed_determinism_checks_to_fns.setdefault(_CHECK, _saved)  # there is no public way to add one
+        before, _running.part = getattr(_running, "part", None), self._part
+        try:
+            yield _CHECK
+        finally:
+            _running.part = before
+
+    def ran_to_the_end(self) -> None:
+        """Refuse a second run that torch has not stopped, as it does with the last tensor that the first has saved."""
+        if self._stops:
+            raise other_results(*self._part)
+
+
+def _saved(tensor: torch.Tensor) -> Saved:
+    return Saved(tensor, *(getattr(_running, "part", None) or ("", "")))

@@ -27,8 +27,9 @@ from memlab.runtime.dispatch import WatchingMode, defers, written_by
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
+from memlab.runtime.modules import Modes
 from memlab.techniques.checkpointing.observers import Observers
-from memlab.techniques.checkpointing.recomputation import Recomputation
+from memlab.techniques.checkpointing.recomputation import Comparison, Recomputation
 from memlab.techniques.checkpointing.selective import Products
 
 _running = threading.local()
@@ -50,6 +51,7 @@ class Part:
     written_inputs: set[int] = field(default_factory=set)  # places of tensors among its arguments that it writes to
     hooks_that_take_part: set[int] = field(default_factory=set)  # numbers of those that did in their last run
     is_watched: bool = False  # whether its first run is over, in which that is seen
+    runs: int = 0
     gives_other_results: bool = False  # it was seen to compute something else when it was run again
 
     @property
@@ -87,6 +89,7 @@ class Run:
         modules = part.modules
         self.device = _device(self.inputs, modules)
         self._state = State(modules, self._others, part.written, self.device)
+        self._modes = Modes(modules)
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
@@ -160,6 +163,7 @@ class Run:
         with (
             _one_deeper(),
             self._state.again(with_graphs=with_graphs) as repetition,
+            self._modes.entered(),
             self._observers.left_out(),
         ):
             yield repetition
@@ -206,15 +210,18 @@ def recomputed(
         around_again = Recomputation(
             part.owner if part.span is None else None, nullcontext() if products is None else products.giving()
         )
-        body = _body(run, call, given, products)
+        part.runs += 1
+        comparison = Comparison(part.runs, "checkpointing", part.name)
+        body = _body(run, call, given, products, comparison)
         saved = run.saved(watched=watched)
         try:
-            with uninterrupted():
+            with uninterrupted(), comparison.first() as check:
                 output = checkpoint(
                     body,
                     *saved,
                     use_reentrant=False,
                     preserve_rng_state=False,
+                    determinism_check=check,
                     context_fn=lambda: (nullcontext(), around_again),
                 )
         except BaseException as error:
@@ -225,7 +232,9 @@ def recomputed(
     return output
 
 
-def _body(run: Run, call: Callable[..., Any], given: list[Any], products: Products | None) -> Callable[..., Any]:
+def _body(
+    run: Run, call: Callable[..., Any], given: list[Any], products: Products | None, comparison: Comparison
+) -> Callable[..., Any]:
     def body(*saved: torch.Tensor) -> Any:
         if given:
             args, kwargs = given.pop()
@@ -233,7 +242,9 @@ def _body(run: Run, call: Callable[..., Any], given: list[Any], products: Produc
                 return run.first(call, args, kwargs, products)
         with run.again(), run.settings.entered(), hooks.within(run.under_way):
             args, kwargs = run.arguments(saved)
-            return call(*args, **kwargs)
+            call(*args, **kwargs)
+            comparison.ran_to_the_end()
+        return None
 
     return body
 

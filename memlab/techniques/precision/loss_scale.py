@@ -13,6 +13,8 @@ Numbered rules:
 4. The hook of rule 2 notes gradients that are not finite; the optimizer step is then skipped and the scale halved. After 2000 good
    steps it doubles. (The rules of `torch.amp.GradScaler`.) A loop that updates by hand has no step to skip: there gradients
    are looked at when a backward pass ends, and become zero.
+5. Gradients that the loop takes itself (`torch.autograd.grad`) are not scaled: it has no step that could be skipped, and would
+   find what a scale that is still too large has made infinite.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class LossScale:
     def __init__(self) -> None:
         # factor by which gradients are multiplied on entering the backward pass; a power of two
         self.scale = FIRST_SCALE
+        self._is_taken = False  # whether the loop takes the gradients of the backward pass under way itself
         self._is_off: bool | None = None  # whether the loop sees to its precision itself; known from the first call on
         self._good_steps = 0
         self._sums: list[torch.Tensor] = []
@@ -106,22 +109,31 @@ class LossScale:
 
     def entered(self, leaf: Any) -> Any:
         """Return an argument of a call, by which gradients leave it unscaled."""
-        return self._scaled(leaf, 1 / self.scale)
+        return self._scaled(leaf, enters=True)
 
     def left(self, leaf: Any) -> Any:
         """Return an output of a call, by which gradients enter it scaled."""
-        return self._scaled(leaf, self.scale)
+        return self._scaled(leaf, enters=False)
 
-    def _scaled(self, leaf: Any, scale: float) -> Any:
-        if scale == 1.0 or not isinstance(leaf, torch.Tensor):
+    def _scaled(self, leaf: Any, *, enters: bool) -> Any:
+        if not isinstance(leaf, torch.Tensor):
             return leaf
         if isinstance(leaf, LazyTensor):
-            return leaf.with_gradient(lambda tensor: self._scaled(tensor, scale))
-        return _ScaledGradient.apply(leaf, scale) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+            return leaf.with_gradient(lambda tensor: self._scaled(tensor, enters=enters))
+        return _ScaledGradient.apply(leaf, self, enters) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+
+    @property
+    def factor(self) -> float:
+        """Return what gradients within calls are multiplied by in the backward pass under way."""
+        return 1.0 if self._is_taken else self.scale
 
     @contextmanager
-    def _scaled_past_calls(self, roots: Sequence[Any]) -> Iterator[None]:
+    def _scaled_past_calls(self, roots: Sequence[Any], accumulates: bool) -> Iterator[None]:
         """Scale, during a backward pass, what reaches parameters past the model's calls.
+
+        Args:
+            roots: what it begins with.
+            accumulates: whether gradients go to leaves, and not to the loop.
 
         Raises:
             RefusalError: a node gets gradients both with the scale and without it.
@@ -132,6 +144,13 @@ class LossScale:
         within = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
         if within is not None and not any(id(within) in nodes for nodes in self._outside):
             yield  # a pass in the middle of a call, whose gradients are scaled
+            return
+        if not accumulates:
+            before, self._is_taken = self._is_taken, True
+            try:
+                yield
+            finally:
+                self._is_taken = before
             return
         past, calls, inside, leaves = _walk([*map(_node_of, roots)])
         own = [each for ref in self._parameters.values() if (each := ref()) is not None]
@@ -187,7 +206,7 @@ class LossScale:
     def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self._is_off or gradient is None:  # of a parameter that a call has not used
             return gradient
-        true_gradient = gradient / self.scale
+        true_gradient = gradient / self.factor
         # the sum of a gradient is finite when all of it is: one cheap pass, read at the step
         self._sums.append(true_gradient.detach().sum())
         return true_gradient
@@ -223,16 +242,17 @@ def _all_finite(scalars: list[torch.Tensor]) -> bool:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied by a number."""
+    """Identity whose gradient is multiplied by a scale, or divided by it where the tensor enters a call."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, tensor: torch.Tensor, scale: LossScale, enters: bool) -> torch.Tensor:
+        ctx.scale, ctx.enters = scale, enters
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.scale, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        factor = ctx.scale.factor
+        return gradients[0] * (1 / factor if ctx.enters else factor), None, None
 
 
 def _multiplied(places: frozenset[int], scale: float, gradients: Sequence[Any], _outer: Any) -> tuple[Any, ...]:
@@ -289,7 +309,7 @@ def _walk(roots: Sequence[Any]) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch
         function = getattr(type(node), "_forward_cls", None)
         if function is _ScaledGradient:
             calls[id(node)] = node
-            is_inside = node.scale > 1
+            is_inside = not node.enters
         elif function is not None and function.__module__.partition(".")[0] == "memlab" and not is_inside:
             calls[id(node)] = node
         else:

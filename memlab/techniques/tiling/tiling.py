@@ -18,6 +18,7 @@ Bekman et al., "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -29,13 +30,13 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
-from memlab.runtime.autocast import without_cached_casts
-from memlab.runtime.modules import repeated_blocks
+from memlab.runtime.autocast import CallSettings, without_cached_casts
+from memlab.runtime.modules import Modes, repeated_blocks
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.techniques.base import Description, ModelCall, Technique
-from memlab.techniques.checkpointing.recomputation import contexts_within
+from memlab.techniques.checkpointing.recomputation import Comparison, contexts_within
 from memlab.techniques.chunked_loss import large_heads
 from memlab.techniques.tiling.feed_forward import (
     FeedForward,
@@ -157,10 +158,17 @@ class Tiling(Technique):
     def _over_rows(self, part: FeedForward, block: nn.Module | None) -> Callable[..., Any]:
         original = method_of(part.owner, part.method)
         contexts = functools.partial(contexts_within, block)
+        name, numbers = type(part.owner).__name__, itertools.count(1)
 
-        def on_tile(rows: torch.Tensor) -> Any:
-            with without_cached_casts(rows.device.type):
-                return original(rows)
+        def on_tile(
+            settings: CallSettings, modes: Modes, comparison: Comparison, runs: list[None], rows: torch.Tensor
+        ) -> Any:
+            with settings.entered(), modes.entered(), without_cached_casts(rows.device.type):
+                output = original(rows)
+            if runs:
+                comparison.ran_to_the_end()
+            runs.append(None)
+            return output
 
         @functools.wraps(original)
         def tiled(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +181,19 @@ class Tiling(Technique):
             rows = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])  # [1, n, d]
             ranges = row_ranges(rows.shape[-2], min(self.plan.tiling, rows.shape[-2]))
             tiles = (rows[..., start:stop, :] for start, stop in ranges)
-            results = [checkpoint(on_tile, tile, use_reentrant=False, context_fn=contexts) for tile in tiles]
+            comparison = Comparison(next(numbers), self.field, name)
+            run = functools.partial(on_tile, CallSettings(), Modes(part.owner.modules()), comparison)
+            with comparison.first() as check:
+                results = [
+                    checkpoint(
+                        functools.partial(run, []),
+                        tile,
+                        use_reentrant=False,
+                        context_fn=contexts,
+                        determinism_check=check,
+                    )
+                    for tile in tiles
+                ]
             return torch.cat(results, -2).reshape(*hidden.shape[:-1], results[0].shape[-1])
 
         return tiled

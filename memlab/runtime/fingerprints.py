@@ -1,0 +1,127 @@
+"""Sums and norms of what a run gives, by which a second run of the same is recognised without keeping anything.
+
+A second run in the backward pass gives something else where the forward reads what the loop has changed since: a global, an
+attribute of a class, what a `with` block or a patch had set. Its gradients would be those of another forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memlab.errors import RefusalError
+
+_SAMPLE = 2**12  # numbers that are looked at of a large tensor
+# what rounding may change on a GPU whose sums have no fixed order, relative to the norm
+_TOLERANCES = {
+    dtype: min(2.0**10 * torch.finfo(dtype).eps, 0.02)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+}
+_ALWAYS = 4
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+CHANGED = "something that it reads was changed in between, as by a with block or a patch around the call"
+
+
+def is_due(number: int) -> bool:
+    """Return whether the run of this number is compared: the first four, and each that is a power of two.
+
+    Comparing has the host wait for a GPU, so not every run is.
+    """
+    return number <= _ALWAYS or number & (number - 1) == 0
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a tensor holds, in two numbers."""
+
+    total: float
+    norm: float
+    tolerance: float  # relative to the norm
+    is_number: bool
+
+    @classmethod
+    def of(cls, value: Any) -> Fingerprint | None:
+        """Return that of a tensor of numbers with a fraction; None for anything else."""
+        if type(value) not in _PLAIN or (tolerance := _TOLERANCES.get(value.dtype)) is None:
+            return None
+        if value.layout is not torch.strided or value.is_meta or not value.numel():
+            return None
+        # neither counted nor changed by anybody's modes
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+            values = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+            if values.numel() > _SAMPLE:
+                values = _sample(values)
+            wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+            total, norm = values.sum(dtype=wide).item(), torch.linalg.vector_norm(values, dtype=wide).item()
+        return cls(total, norm, tolerance, value.numel() == 1)
+
+    def is_like(self, other: Fingerprint | None, tolerance: float = 0.0) -> bool:
+        """Return whether two runs have given the same, but for rounding.
+
+        Args:
+            other: of the second run; None where it gave what has no fingerprint.
+            tolerance: that is allowed at least, relative to the norm.
+        """
+        if other is None:
+            return True
+        # the mean of what cancels out is far smaller than what was rounded
+        size = max(self.norm, other.norm, 1.0 if self.is_number else 0.0)
+        allowed = max(self.tolerance, other.tolerance, tolerance) * size
+        pairs = ((self.total, other.total), (self.norm, other.norm))
+        return all(a == b or abs(a - b) <= allowed or (a != a and b != b) for a, b in pairs)
+
+
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    """Return a view of some of many values; an odd step does not fall on one feature alone."""
+    parts = values.numel() / _SAMPLE
+    if values.is_contiguous():
+        return values.view(-1)[:: int(parts) | 1]
+    step = int(parts ** (1 / values.dim())) | 1
+    return values[(slice(None, None, step),) * values.dim()]
+
+
+def fingerprints(values: Mapping[Any, Any]) -> dict[Any, Fingerprint]:
+    """Return those of the tensors among some values."""
+    return {key: found for key, value in values.items() if (found := Fingerprint.of(value)) is not None}
+
+
+def other_results(field: str, name: str) -> RefusalError:
+    """Return the refusal of a part that was run again.
+
+    Args:
+        field: of the plan, by which it was.
+        name: of the part, for people.
+    """
+    return RefusalError(
+        field,
+        f"{name} computed something else when it ran again in the backward pass: {CHANGED}",
+        "leave the change until after backward(), or use --offload activations",
+    )
+
+
+class Saved:
+    """What torch compares of a tensor that a part saves for the backward pass, in its first run and when it runs again.
+
+    Values are compared where the first one requires a gradient: what has none may be statistics, which are updated once.
+
+    Raises:
+        RefusalError: on comparing, the second run has saved something else.
+    """
+
+    def __init__(self, tensor: torch.Tensor, field: str, name: str) -> None:
+        self._form = tensor.shape, tensor.dtype, tensor.device
+        self._holds, self._is_compared = Fingerprint.of(tensor), tensor.requires_grad
+        self._field, self._name = field, name
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Saved):
+            return NotImplemented
+        is_other = self._is_compared and self._holds is not None and not self._holds.is_like(other._holds)
+        if is_other or self._form != other._form:
+            raise other_results(self._field, self._name)
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
