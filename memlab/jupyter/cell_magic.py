@@ -26,6 +26,7 @@ from memlab.jupyter.watch import CellWatch
 from memlab.live.stage import Cancelled
 from memlab.plan import Plan
 from memlab.rescue.evidence import Evidence
+from memlab.rescue.recovery import NothingFitsError
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.namespace import SeveralModelsError, is_trained_by, stale_optimizers
 from memlab.runtime.out_of_memory import is_out_of_memory, release
@@ -284,7 +285,7 @@ class CellMagic:
         place.raise_shown(self._notebook.shell, outcome, advice)
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
-        if watch.refused is not None:
+        if watch.refused is not None and not isinstance(watch.refused, NothingFitsError):
             # somebody between here and there has caught the error
             raise UsageError(str(watch.refused))
         if watch.session is not None or watch.failure:

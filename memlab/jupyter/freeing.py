@@ -164,7 +164,8 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _has_graph(value: Any) -> bool:
-    held = value.values() if isinstance(value, Mapping) else (value,)
+    # what is really there: a mapping of a library's may import or read whatever it is asked for
+    held = dict.values(value) if isinstance(value, dict) else (value,)
     return any(isinstance(one, torch.Tensor) and one.grad_fn is not None for one in held)
 
 

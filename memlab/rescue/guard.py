@@ -185,7 +185,7 @@ class GuardedCall:
 
     def drop_graph(self) -> None:
         """Let go of the inner graph; the backward pass will run the call again."""
-        self._graph = None
+        self._graph = self._rest = None  # outputs that the loss does not come from hold the same activations
         self._inner_inputs = []
         torch.clear_autocast_cache()
 

@@ -88,13 +88,14 @@ def nothing_fits(
         The last of them asked for 2.0 MiB where 1.0 MiB of 8.0 MiB was free, so it needs at least 9.0 MiB, \
 1.0 MiB more than there is: any GPU has that much; where a capacity was set, raise it
         Otherwise make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for a plan that fits
-        The kernel still works, and weights and optimizer state are as they were before step 7.
+        The kernel still works, and weights and optimizer state are as they were before step 7 ran out of memory.
     """
     last = tried[-1]
     room, predicted = Room.of(last.error), (predictions or {}).get(last.plan)
     closed = _closed_by(keep, last, rows, keeps_rows=keeps_rows, has_optimizer=has_optimizer)
     state = (
-        f"weights and optimizer state are as they were before step {last.step}"
+        # "out of memory." is what loops look for that try again with a smaller batch
+        f"weights and optimizer state are as they were before step {last.step} ran out of memory"
         if is_as_before
         else f"the optimizer was in the middle of step {last.step}: load a checkpoint to go on"
     )

@@ -38,7 +38,7 @@ class OtherResultsError(NothingFitsError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"memory ran out in the backward pass, and {name} computed something else when it ran again: {CHANGED}; "
+            f"The backward pass ran out of memory. {name} computed something else when it ran again: {CHANGED}; "
             "leave the change until after backward(), or begin with a plan that fits (%memfit predict shows some)"
         )
 

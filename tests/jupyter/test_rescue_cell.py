@@ -131,6 +131,31 @@ def test_when_nothing_fits_the_cell_says_so_in_one_paragraph(shell: Any, texts: 
     assert len(shell.user_ns["losses"]) == 6
 
 
+def test_a_loop_that_handles_what_does_not_fit_goes_on_and_so_does_the_notebook(shell: Any, texts: Cell) -> None:
+    texts("model, optimizer = fresh(); texts = texts[:4]")
+    skipping = """
+from accelerate.utils.memory import should_reduce_batch_size
+losses, skipped, as_peers_see_it = [], 0, []
+for batch in texts:
+    try:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    except torch.OutOfMemoryError as error:
+        skipped += 1
+        as_peers_see_it.append(should_reduce_batch_size(error))
+    optimizer.zero_grad()
+"""
+    ran = texts(
+        f"%%memfit --capacity 8MiB --keep accumulation,checkpointing,offload,precision,optimizer,loss,tiling\n{skipping}"
+    )
+    assert ran.error is None
+    assert shell.user_ns["skipped"] > 0
+    assert len(shell.user_ns["losses"]) + shell.user_ns["skipped"] == 4
+    assert all(shell.user_ns["as_peers_see_it"])
+
+
 def test_a_plan_that_changes_numerics_does_not_stay_when_nothing_fits(shell: Any, cell: Cell) -> None:
     """There is no room to bring the parameters back: the last exact plan stays, and the message says so."""
     cell(BLOCKS)

@@ -54,7 +54,7 @@ def test_the_whole_paragraph() -> None:
         "--accumulate 4, --accumulate 4 --checkpoint (in the backward pass). The last of them asked for 1.00 GiB where 512.0 "
         "MiB of 4.00 GiB was free, so it needs at least 4.50 GiB, 512.0 MiB more than there is: use a GPU with the memory of a "
         "GTX 1080 (8.00 GiB). Otherwise make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for "
-        "a plan that fits. The kernel still works, and weights and optimizer state are as they were before step 7."
+        "a plan that fits. The kernel still works, and weights and optimizer state are as they were before step 7 ran out of memory."
     )
 
 

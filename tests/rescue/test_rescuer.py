@@ -51,6 +51,45 @@ def test_nothing_more_lives_between_steps(plan: str) -> None:
     assert _live_after_a_step(plan, rescue=True) == _live_after_a_step(plan, rescue=False)
 
 
+class _LossAndLogits(nn.Module):
+    """Returns its logits beside its loss, as models of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh()))
+        self.body = nn.Sequential(*layers, nn.Linear(64, 4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.body(x)
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+@pytest.mark.parametrize("share", [0.9, 0.95, 0.98])
+def test_outputs_that_the_loss_does_not_come_from_hold_nothing_of_a_backward_pass_that_failed(share: float) -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(512, 64), torch.randint(0, 4, (512,))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, capacity_bytes: int | None) -> int:
+        ledger = Ledger(capacity_bytes=capacity_bytes)
+        ledger.begin([*parameters_of(model), *state_of([optimizer])])
+        with ledger:
+            model(x, labels)[0].backward()
+        peak_bytes = ledger.peak_bytes
+        ledger.close()
+        return peak_bytes
+
+    model = _LossAndLogits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    peak_bytes = step(model, optimizer, None)
+    expected = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    with fit(Workload(model, optimizer), rescue=True) as session:
+        step(model, optimizer, int(peak_bytes * share))
+        assert session.plan.label == "--accumulate 2"
+    for one, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(one.grad, other)
+
+
 def test_letting_go_twice_is_harmless() -> None:
     model = torch.nn.Linear(4, 2)
     session = fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), rescue=True)
