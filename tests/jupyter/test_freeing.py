@@ -122,6 +122,17 @@ def test_ten_failures_hold_no_more_than_one(shell: Any, prepared: Cell) -> None:
     assert alive(prepared) == 0
 
 
+class _Lazy(dict[str, Any]):
+    def values(self) -> Any:
+        raise ValueError("imports a library")
+
+
+def test_only_what_is_there_is_read() -> None:
+    graph = torch.ones(2, requires_grad=True) * 2
+    variables = {"lazy": _Lazy(), "output": _Lazy(logits=graph), "loss": graph, "plain": {"a": 1}}
+    assert freeing.holders_of_graphs(variables) == ["output", "loss"]
+
+
 def test_what_refers_to_itself_goes_too(prepared: Cell) -> None:
     prepared("""
 def knot():
