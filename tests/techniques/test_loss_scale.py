@@ -141,8 +141,10 @@ def test_an_update_by_hand_has_no_gradients_that_are_not_finite() -> None:
             "gradients were not finite: they were set to zero, as no optimizer's step could be skipped",
         )
         model.zero_grad()
+        taken = torch.autograd.grad(model(rows).sum(), list(model.parameters()))
+        assert all(gradient.isfinite().all() and gradient.any() for gradient in taken)
         with pytest.raises(RefusalError) as caught:
-            torch.autograd.grad(model(rows).sum(), list(model.parameters()))
+            torch.autograd.grad(1e6 * model(rows).sum(), list(model.parameters()))
         assert str(caught.value) == (
             "precision: gradients of _Tower are not finite under --fp16, and no optimizer updates it whose step could be "
             "skipped; use --bf16, or train it with one of torch.optim"

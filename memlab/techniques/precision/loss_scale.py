@@ -151,6 +151,8 @@ class LossScale:
                 yield
             finally:
                 self._is_taken = before
+            if within is None:
+                self._look_at_update_by_hand(())
             return
         past, calls, inside, leaves = _walk([*map(_node_of, roots)])
         own = [each for ref in self._parameters.values() if (each := ref()) is not None]
@@ -170,10 +172,13 @@ class LossScale:
             self._outside.pop()
             for hook in hooks:
                 hook.remove()
+        if within is None:
+            self._look_at_update_by_hand(found.values())
+
+    def _look_at_update_by_hand(self, found: Iterable[torch.Tensor]) -> None:
         workload = self._workload()
-        is_by_hand = workload is not None and not workload.optimizers
-        if is_by_hand and within is None and self.found_bad_gradients():
-            self._without_update(found.values())
+        if workload is not None and not workload.optimizers and self.found_bad_gradients():
+            self._without_update(found)
 
     def _without_update(self, found: Iterable[torch.Tensor]) -> None:
         """Have an update by hand change nothing.
