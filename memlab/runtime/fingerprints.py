@@ -35,12 +35,11 @@ def is_due(number: int) -> bool:
     return number <= _ALWAYS or number & (number - 1) == 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fingerprint:
-    """What a tensor holds, in two numbers."""
+    """What a tensor holds, in two numbers: its sum and its norm."""
 
-    total: float
-    norm: float
+    _numbers: list[float] | torch.Tensor  # on a GPU until they are asked for: reading them has the host wait
     tolerance: float  # relative to the norm
     is_number: bool
 
@@ -59,8 +58,17 @@ class Fingerprint:
             if values.numel() > _SAMPLE:
                 values = _sample(values)
             wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-            total, norm = values.sum(dtype=wide).item(), torch.linalg.vector_norm(values, dtype=wide).item()
-        return cls(total, norm, tolerance, value.numel() == 1)
+            total, norm = values.sum(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)
+            numbers = [total.item(), norm.item()] if value.is_cpu else torch.stack([total, norm])
+        return cls(numbers, tolerance, value.numel() == 1)
+
+    @property
+    def numbers(self) -> list[float]:
+        """Return the two."""
+        if isinstance(self._numbers, torch.Tensor):
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                self._numbers = self._numbers.tolist()
+        return self._numbers
 
     def is_like(self, other: Fingerprint | None, tolerance: float = 0.0) -> bool:
         """Return whether two runs have given the same, but for rounding.
@@ -72,9 +80,9 @@ class Fingerprint:
         if other is None:
             return True
         # the mean of what cancels out is far smaller than what was rounded
-        size = max(self.norm, other.norm, 1.0 if self.is_number else 0.0)
+        size = max(self.numbers[1], other.numbers[1], 1.0 if self.is_number else 0.0)
         allowed = max(self.tolerance, other.tolerance, tolerance) * size
-        pairs = ((self.total, other.total), (self.norm, other.norm))
+        pairs = zip(self.numbers, other.numbers, strict=True)
         return all(a == b or abs(a - b) <= allowed or (a != a and b != b) for a, b in pairs)
 
 
@@ -118,6 +126,8 @@ class Saved:
     def __init__(self, tensor: torch.Tensor, field: str, name: str) -> None:
         self._form = tensor.shape, tensor.dtype, tensor.device
         self._holds, self._is_compared = Fingerprint.of(tensor), tensor.requires_grad
+        if self._is_compared and self._holds is not None:
+            _ = self._holds.numbers  # kept on a GPU, those of all tensors would count in the peak
         self._field, self._name = field, name
 
     def __eq__(self, other: object) -> bool:
