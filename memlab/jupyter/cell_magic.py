@@ -286,7 +286,7 @@ class CellMagic:
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
         if watch.refused is not None and not isinstance(watch.refused, NothingFitsError):
-            # somebody between here and there has caught the error
+            # somebody between here and there has caught the error; who handles one for lack of memory means to go on
             raise UsageError(str(watch.refused))
         if watch.session is not None or watch.failure:
             return

@@ -51,11 +51,10 @@ from memlab.runtime import graphs, hooks
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import CallContext
 from memlab.runtime.batch import Batch
-from memlab.runtime.fingerprints import Fingerprint, fingerprints
+from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import real, requires_grad
 from memlab.runtime.model_state import KeptTensor, Place
-from memlab.runtime.modules import Modes
 from memlab.runtime.reach import has_backward_hooks
 from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
@@ -100,7 +99,6 @@ class GuardedCall:
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
         self._found = Found(self._before.state, {id(leaf) for leaf in self._leaves})
         self._under_way = hooks.calls_under_way()
-        self._modes = Modes(model.modules())
         self._after: RandomState | None = None
         self._watched = [*self._leaves, *aliases.originals]  # must be as they were, for another run
         self._versions = [*map(_version, self._watched)]
@@ -357,13 +355,11 @@ class GuardedCall:
             OtherResultsError: it does.
         """
         draws = self._after is None or not self._before.random.equals(self._after)
-        tolerance = 0.0 if self._guardian.is_exact else _LOSSY
-        for path in wanted:
-            gave = self._gave.get(path)
-            if gave is None or (gave.is_number and draws):
-                continue  # a loss that the model computes may be of other random numbers
-            if not gave.is_like(Fingerprint.of(made[path]), tolerance):
-                raise OtherResultsError(type(self._model).__name__)
+        gave = {path: self._gave[path] for path in wanted if path in self._gave}
+        if draws:  # a loss that the model computes may be of other random numbers
+            gave = {path: each for path, each in gave.items() if not each.is_number}
+        if are_others(gave, made, 0.0 if self._guardian.is_exact else _LOSSY):
+            raise OtherResultsError(type(self._model).__name__)
 
     def _again(
         self,
@@ -378,12 +374,7 @@ class GuardedCall:
         self._before.restore(found)
         gathered = self._aliases.take_gradients()
         try:
-            with (
-                inside or nullcontext(),
-                self._context.entered(),
-                self._modes.entered(),
-                hooks.within(self._under_way),
-            ):
+            with inside or nullcontext(), self._context.entered(), hooks.within(self._under_way):
                 with self._of_theirs():
                     output = self._run(*args, **kwargs)
                 news = self._before.state.news()
@@ -404,7 +395,7 @@ class GuardedCall:
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs and of the parameters, from those of the outputs."""
-        wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
+        wanted = self._wanted(outer)
         self._past = self._aliases.take_gradients()  # of this pass, and no attempt's: nodes within come before this one
         try:
             inputs = self._gradients(wanted)
@@ -416,6 +407,9 @@ class GuardedCall:
             inputs = self._differentiate(wanted, keep=False, retain=True)
         past, self._past = self._past, []
         return (*inputs, *map(_sum, past, self._aliases.take_gradients()))
+
+    def _wanted(self, outer: Sequence[torch.Tensor | None]) -> dict[Path, torch.Tensor]:
+        return {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
 
     def _gradients(self, wanted: Mapping[Path, torch.Tensor]) -> list[torch.Tensor | None]:
         """Those of the inputs; those of the parameters gather."""
@@ -470,18 +464,18 @@ class GuardedCall:
 
     def _batched(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Those of several backward passes gather on no tensor."""
+        wanted = self._wanted(outer)
         if self._graph is None:
-            self._run_again([path for path, g in zip(self._paths, outer, strict=True) if g is not None])
+            self._run_again(wanted)
         assert self._graph is not None
         edges = _edges(self._graph)
-        pairs = [(edges[path], g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
         sources = [*self._inner_inputs, *self._aliases.aliases]
         trained = [each for each in sources if each.requires_grad]
         keep = self._guardian.keeps_graph()
         with self._aliases.in_place():
             found = iter(
                 torch.autograd.grad(
-                    [edge for edge, _ in pairs], trained, [g for _, g in pairs], retain_graph=keep, allow_unused=True
+                    [edges[path] for path in wanted], trained, [*wanted.values()], retain_graph=keep, allow_unused=True
                 )
             )
         if not keep:
@@ -521,12 +515,12 @@ class GuardedCall:
             leaves[position] = leaves[position].view_as(leaves[position])
         found = self._found.views()
         made = self._again(leaves, found)
-        self._require_same(made, [path for path, g in zip(self._paths, outer, strict=True) if g is not None])
-        pairs = [(real(made[path]), g) for path, g in zip(self._paths, outer, strict=True) if g is not None]
+        wanted = self._wanted(outer)
+        self._require_same(made, wanted)
         sources = [*(leaves[i] for i in self._inputs), *found.values(), *self._aliases.originals]
         with self._hooked(made):
             return torch.autograd.grad(
-                [tensor for tensor, _ in pairs], sources, [g for _, g in pairs], create_graph=True, allow_unused=True
+                [real(made[path]) for path in wanted], sources, [*wanted.values()], create_graph=True, allow_unused=True
             )
 
 

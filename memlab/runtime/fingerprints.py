@@ -100,17 +100,29 @@ def fingerprints(values: Mapping[Any, Any]) -> dict[Any, Fingerprint]:
     return {key: found for key, value in values.items() if (found := Fingerprint.of(value)) is not None}
 
 
-def other_results(field: str, name: str) -> RefusalError:
+def are_others(gave: Mapping[Any, Fingerprint], gives: Mapping[Any, Any], tolerance: float = 0.0) -> bool:
+    """Return whether a second run gives other values than the first.
+
+    Args:
+        gave: fingerprints of the first run's.
+        gives: values of the second, by the same keys.
+        tolerance: as for `Fingerprint.is_like`.
+    """
+    return any(not found.is_like(Fingerprint.of(gives[key]), tolerance) for key, found in gave.items())
+
+
+def other_results(field: str, name: str, instead: str = "use --offload activations") -> RefusalError:
     """Return the refusal of a part that was run again.
 
     Args:
         field: of the plan, by which it was.
         name: of the part, for people.
+        instead: what works.
     """
     return RefusalError(
         field,
         f"{name} computed something else when it ran again in the backward pass: {CHANGED}",
-        "leave the change until after backward(), or use --offload activations",
+        f"leave the change until after backward(), or {instead}",
     )
 
 

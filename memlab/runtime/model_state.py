@@ -157,6 +157,7 @@ class State(Walk):
             self.module("", module)
             if module._parameters:
                 self.met(_Parameters(module._parameters))
+                self.met(_Trains(module._parameters))
             if _keeps_statistics(module):
                 self._keep_frozen(module, device)
         self._modules_hold = len(self._contents)  # containers; those that follow belong to the objects
@@ -288,6 +289,19 @@ class _Parameters(Mapping):
             # an engine that shards parameters changes them by itself
             if now is not value and "DTensor" not in (type(now).__name__, type(value).__name__):
                 self.held[name] = value
+
+
+class _Trains(Mapping):
+    """Which of a module's parameters train: a loop may freeze some for a call, or after it."""
+
+    def read(self) -> Items:
+        parameters = self.held.items()
+        return {name: each.requires_grad for name, each in parameters if each is not None and each.is_leaf}
+
+    def fill(self, items: Items) -> None:
+        for name, trains in self.read().items():
+            if items.get(name, trains) is not trains:
+                self.held[name].requires_grad = not trains
 
 
 def _keeps_statistics(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from memlab.errors import RefusalError
 from memlab.rescue.outputs import Path, at, differentiable, replaced
 from memlab.runtime.autocast import CallContext
 from memlab.runtime.backward import is_added
-from memlab.runtime.fingerprints import CHANGED, Fingerprint, fingerprints
+from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, other_results
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.model_state import State
 
@@ -134,12 +134,8 @@ class OwnBackward:
                 contexts.enter_context(context)
             made = at(self._own(*args, **kwargs), self._paths)
         wanted = {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
-        if any(path in self._gave and not self._gave[path].is_like(Fingerprint.of(made[path])) for path in wanted):
-            raise RefusalError(
-                "scale",
-                f"{type(self._model).__name__} computed something else when it ran again in the backward pass: {CHANGED}",
-                "leave the change until after backward(), or train without --scale",
-            )
+        if are_others({path: self._gave[path] for path in wanted if path in self._gave}, made):
+            raise other_results("scale", type(self._model).__name__, "train without --scale")
         return torch.autograd.grad(
             [made[path] for path in wanted], [views.get(id(each), each) for each in self._sources], [*wanted.values()],
             create_graph=torch.is_grad_enabled(), allow_unused=True,

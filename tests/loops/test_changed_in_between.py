@@ -21,6 +21,7 @@ from memlab.errors import RefusalError
 from memlab.rescue.recovery import OtherResultsError
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.fingerprints import CHANGED, Fingerprint, is_due
+from memlab.techniques.tiling import tiling
 from tests.rescue.faults import Faults
 
 STEPS = 3
@@ -165,8 +166,8 @@ def run(place: str, setting: str | None, calls: int, faults: Sequence[int] = ())
             for number in range(calls):
                 with changed(place, model, 2.0 + step + number):
                     outputs.append(model(rows[number]))
-            loss = sum(F.mse_loss(output, torch.ones_like(output)) for output in outputs)
-            losses.append(float(loss))
+            loss = torch.stack([F.mse_loss(output, torch.ones_like(output)) for output in outputs]).sum()
+            losses.append(loss.item())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -186,8 +187,6 @@ def run(place: str, setting: str | None, calls: int, faults: Sequence[int] = ())
 
 @pytest.fixture(autouse=True)
 def as_ever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from memlab.techniques.tiling import tiling
-
     monkeypatch.setattr(tiling, "LARGE_BYTES", 0)
     THREAD.scale = 1.0
     torch.set_default_dtype(torch.float64)
@@ -202,15 +201,10 @@ def as_ever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_gradients_are_those_of_the_forward_pass(place: str, setting: str, calls: int) -> None:
     expected = run(place, None, calls)
     is_served = place in RESTORED or setting in SERVES_ALL
-    if setting == "--tile 2" and place in ("attribute", "global", "of the thread"):
-        is_served = False
     with nullcontext() if is_served else pytest.raises((RefusalError, OtherResultsError)) as caught:
         found = run(place, setting, calls, SETTINGS[setting])
     if caught is not None:
-        assert (
-            f" computed something else when {'it' if 'micro-batch' not in str(caught.value) else 'micro-batch'}"
-            in str(caught.value)
-        )
+        assert " computed something else when it ran again" in str(caught.value)
         assert CHANGED in str(caught.value)
         assert "\n" not in str(caught.value)
         return

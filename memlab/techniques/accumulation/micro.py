@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
-from memlab.runtime.fingerprints import Fingerprint, fingerprints, is_due, other_results
+from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, is_due, other_results
 from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
@@ -469,10 +469,9 @@ class MicroRun:
 
     def _require_same(self, index: int, outputs: Outputs, wanted: Mapping[int, torch.Tensor]) -> None:
         """Refuse gradients of a micro-batch that gives other values than in its first run."""
-        given = self._given.get(index, {})
-        for position in wanted.keys() & given.keys():
-            if not given[position].is_like(Fingerprint.of(outputs.leaves[position])):
-                raise other_results(_FIELD, type(self._model).__name__)
+        given = {position: each for position, each in self._given.get(index, {}).items() if position in wanted}
+        if are_others(given, dict(enumerate(outputs.leaves))):
+            raise other_results(_FIELD, type(self._model).__name__)
 
     def _check_replay(self, wanted: Mapping[int, torch.Tensor]) -> None:
         if not all(map(self._gathered.has_rule, wanted)):

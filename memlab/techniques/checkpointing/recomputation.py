@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,10 +73,25 @@ class Comparison:
         finally:
             _running.part = before
 
-    def ran_to_the_end(self) -> None:
-        """Refuse a second run that torch has not stopped, as it does with the last tensor that the first has saved."""
-        if self._stops:
-            raise other_results(*self._part)
+    def twice(self, first: Callable[..., Any], again: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what torch is to run: a function that is `first` when it is called first, and `again` from then on.
+
+        Raises:
+            RefusalError: on calling, torch has not stopped a second run, as it does with the last tensor that the first has saved.
+        """
+        has_run = False
+
+        def run(*args: Any) -> Any:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                return first(*args)
+            output = again(*args)
+            if self._stops:
+                raise other_results(*self._part)
+            return output
+
+        return run
 
 
 def _saved(tensor: torch.Tensor) -> Saved:

@@ -27,7 +27,6 @@ from memlab.runtime.dispatch import WatchingMode, defers, written_by
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
-from memlab.runtime.modules import Modes
 from memlab.techniques.checkpointing.observers import Observers
 from memlab.techniques.checkpointing.recomputation import Comparison, Recomputation
 from memlab.techniques.checkpointing.selective import Products
@@ -89,7 +88,6 @@ class Run:
         modules = part.modules
         self.device = _device(self.inputs, modules)
         self._state = State(modules, self._others, part.written, self.device)
-        self._modes = Modes(modules)
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
@@ -163,7 +161,6 @@ class Run:
         with (
             _one_deeper(),
             self._state.again(with_graphs=with_graphs) as repetition,
-            self._modes.entered(),
             self._observers.left_out(),
         ):
             yield repetition
@@ -212,7 +209,7 @@ def recomputed(
         )
         part.runs += 1
         comparison = Comparison(part.runs, "checkpointing", part.name)
-        body = _body(run, call, given, products, comparison)
+        body = comparison.twice(*_runs(run, call, given, products))
         saved = run.saved(watched=watched)
         try:
             with uninterrupted(), comparison.first() as check:
@@ -232,21 +229,22 @@ def recomputed(
     return output
 
 
-def _body(
-    run: Run, call: Callable[..., Any], given: list[Any], products: Products | None, comparison: Comparison
-) -> Callable[..., Any]:
-    def body(*saved: torch.Tensor) -> Any:
-        if given:
-            args, kwargs = given.pop()
-            with nullcontext() if products is None else products.keeping(), interruptible():
-                return run.first(call, args, kwargs, products)
+def _runs(
+    run: Run, call: Callable[..., Any], given: list[Any], products: Products | None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the first run, and one that runs it again."""
+
+    def first(*_saved: torch.Tensor) -> Any:
+        args, kwargs = given.pop()
+        with nullcontext() if products is None else products.keeping(), interruptible():
+            return run.first(call, args, kwargs, products)
+
+    def again(*saved: torch.Tensor) -> Any:
         with run.again(), run.settings.entered(), hooks.within(run.under_way):
             args, kwargs = run.arguments(saved)
-            call(*args, **kwargs)
-            comparison.ran_to_the_end()
-        return None
+            return call(*args, **kwargs)
 
-    return body
+    return first, again
 
 
 def _leave(error: BaseException) -> None:

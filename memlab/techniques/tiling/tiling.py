@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
 from memlab.runtime.autocast import CallSettings, without_cached_casts
-from memlab.runtime.modules import Modes, repeated_blocks
+from memlab.runtime.model_state import State, Written
+from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
@@ -160,15 +161,9 @@ class Tiling(Technique):
         contexts = functools.partial(contexts_within, block)
         name, numbers = type(part.owner).__name__, itertools.count(1)
 
-        def on_tile(
-            settings: CallSettings, modes: Modes, comparison: Comparison, runs: list[None], rows: torch.Tensor
-        ) -> Any:
-            with settings.entered(), modes.entered(), without_cached_casts(rows.device.type):
-                output = original(rows)
-            if runs:
-                comparison.ran_to_the_end()
-            runs.append(None)
-            return output
+        def on_tile(rows: torch.Tensor) -> Any:
+            with without_cached_casts(rows.device.type):
+                return original(rows)
 
         @functools.wraps(original)
         def tiled(*args: Any, **kwargs: Any) -> Any:
@@ -181,12 +176,17 @@ class Tiling(Technique):
             rows = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])  # [1, n, d]
             ranges = row_ranges(rows.shape[-2], min(self.plan.tiling, rows.shape[-2]))
             tiles = (rows[..., start:stop, :] for start, stop in ranges)
+            settings, state = CallSettings(), State(part.owner.modules(), (), Written(), hidden.device)
             comparison = Comparison(next(numbers), self.field, name)
-            run = functools.partial(on_tile, CallSettings(), Modes(part.owner.modules()), comparison)
+
+            def again(rows: torch.Tensor) -> Any:
+                with settings.entered(), state.again():
+                    return on_tile(rows)
+
             with comparison.first() as check:
                 results = [
                     checkpoint(
-                        functools.partial(run, []),
+                        comparison.twice(on_tile, again),
                         tile,
                         use_reentrant=False,
                         context_fn=contexts,
