@@ -395,16 +395,15 @@ class GuardedCall:
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs and of the parameters, from those of the outputs."""
-        wanted = self._wanted(outer)
         self._past = self._aliases.take_gradients()  # of this pass, and no attempt's: nodes within come before this one
         try:
-            inputs = self._gradients(wanted)
+            inputs = self._gradients(self._wanted(outer))
         except Exception as error:
             if not self.is_own(error):
                 raise
             self._aliases.take_gradients()
             self._guardian.steps_aside(error)
-            inputs = self._differentiate(wanted, keep=False, retain=True)
+            inputs = self._differentiate(self._wanted(outer), keep=False, retain=True)
         past, self._past = self._past, []
         return (*inputs, *map(_sum, past, self._aliases.take_gradients()))
 
