@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import statistics
@@ -331,6 +332,18 @@ def test_a_first_step_that_decides_for_the_others_is_counted() -> None:
     measure(workload, "", steps=1, keep=True)
     predicted, measured = predict(workload, "--checkpoint"), measure(workload, "--checkpoint", steps=1)
     assert predicted.peak_allocated_bytes == measured.peak_allocated_bytes
+
+
+def test_a_plan_that_is_refused_in_its_forward_pass_leaves_nothing_to_the_next() -> None:
+    """Weights that something still has stay whole under pure bf16: the refused forward pass must not."""
+    workload = family("gpt2")
+    gc.disable()
+    try:
+        refused, found = predict_all(workload, plans=["--checkpoint budget:96KiB", "--precision pure-bf16"])
+    finally:
+        gc.enable()
+    assert "budget" in refused.refused
+    assert found.breakdown == predict(workload, "--precision pure-bf16").breakdown
 
 
 class Masked(nn.Module):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -231,9 +231,8 @@ class Checkpointing(Technique):
     def _first_of_blocks(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._look = watch = WriteWatch()
         try:
-            with watch, ExitStack() as applied:
-                if self._budget is not None:
-                    applied.enter_context(self._budget.applied(args, kwargs))
+            # no ExitStack: it would keep a refusal in a cycle with what the forward pass holds
+            with watch, nullcontext() if self._budget is None else self._budget.applied(args, kwargs):
                 output = call(*args, **kwargs)
             self._refuse_later_writes(watch)
         finally:
