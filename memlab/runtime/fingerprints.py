@@ -14,7 +14,7 @@ import torch
 
 from memlab.errors import RefusalError
 
-_SAMPLE = 2**12  # numbers that are looked at of a large tensor
+_SAMPLE = 2**10  # numbers that are looked at of a large tensor
 # what rounding may change where sums have no fixed order, relative to the norm
 _TOLERANCES = {
     dtype: min(2.0**10 * torch.finfo(dtype).eps, 0.02)
@@ -28,9 +28,9 @@ CHANGED = "something that it reads was changed in between, as by a with block or
 
 
 def is_due(number: int) -> bool:
-    """Return whether the run of this number is compared: the first four, and each that is a power of two.
+    """Return whether the run of this number is compared on a GPU: the first four, and each that is a power of two.
 
-    Comparing has the host wait for a GPU, so not every run is.
+    Comparing has the host wait there, so not every run is.
     """
     return number <= _ALWAYS or number & (number - 1) == 0
 
@@ -44,17 +44,27 @@ class Fingerprint:
     is_number: bool
 
     @classmethod
-    def of(cls, value: Any) -> Fingerprint | None:
-        """Return that of a tensor of numbers with a fraction; None for anything else."""
+    def of(cls, value: Any, number: int = 1) -> Fingerprint | None:
+        """Return that of a tensor of numbers with a fraction; None for anything else.
+
+        Args:
+            value: that a run has given.
+            number: of the run, from one; on a GPU not every one is compared.
+        """
         if type(value) not in _PLAIN or (tolerance := _TOLERANCES.get(value.dtype)) is None:
             return None
         if value.layout is not torch.strided or value.is_meta or not value.numel():
             return None
-        if not value.is_cpu and value.dtype in (torch.float32, torch.complex64):
-            tolerance = _OF_TF32
+        if not value.is_cpu:
+            if not is_due(number):
+                return None
+            if value.dtype in (torch.float32, torch.complex64):
+                tolerance = _OF_TF32
         # neither counted nor changed by anybody's modes
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-            values = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            values = value.detach()
+            if values.is_complex():
+                values = torch.view_as_real(values.resolve_conj())
             if values.numel() > _SAMPLE:
                 values = _sample(values)
             wide = torch.float64 if values.dtype is torch.float64 else torch.float32
@@ -95,9 +105,9 @@ def _sample(values: torch.Tensor) -> torch.Tensor:
     return values[(slice(None, None, step),) * values.dim()]
 
 
-def fingerprints(values: Mapping[Any, Any]) -> dict[Any, Fingerprint]:
-    """Return those of the tensors among some values."""
-    return {key: found for key, value in values.items() if (found := Fingerprint.of(value)) is not None}
+def fingerprints(values: Mapping[Any, Any], number: int = 1) -> dict[Any, Fingerprint]:
+    """Return those of the tensors among some values that the run of this number has given."""
+    return {key: found for key, value in values.items() if (found := Fingerprint.of(value, number)) is not None}
 
 
 def are_others(gave: Mapping[Any, Fingerprint], gives: Mapping[Any, Any], tolerance: float = 0.0) -> bool:
@@ -135,9 +145,9 @@ class Saved:
         RefusalError: on comparing, the second run has saved something else.
     """
 
-    def __init__(self, tensor: torch.Tensor, field: str, name: str) -> None:
+    def __init__(self, tensor: torch.Tensor, number: int, field: str, name: str) -> None:
         self._form = tensor.shape, tensor.dtype, tensor.device
-        self._holds, self._is_compared = Fingerprint.of(tensor), tensor.requires_grad
+        self._holds, self._is_compared = Fingerprint.of(tensor, number), tensor.requires_grad
         if self._is_compared and self._holds is not None:
             _ = self._holds.numbers  # kept on a GPU, those of all tensors would count in the peak
         self._field, self._name = field, name

@@ -239,5 +239,16 @@ def test_what_has_no_fingerprint() -> None:
         assert Fingerprint.of(value) is None
 
 
-def test_ever_fewer_runs_are_compared() -> None:
+@pytest.mark.parametrize("setting", ["--accumulate 3", "--checkpoint", "--tile 2"])
+def test_a_first_change_is_noticed_whenever_it_comes(setting: str) -> None:
+    model = Tower()
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), setting):
+        for step in range(7):
+            with changed("class", model, 2.0) if step == 6 else nullcontext():
+                loss = F.mse_loss(model(torch.ones(6, 8)), torch.zeros(6, 8))
+            with pytest.raises(RefusalError, match="computed something else") if step == 6 else nullcontext():
+                loss.backward()
+
+
+def test_ever_fewer_runs_are_compared_on_a_gpu() -> None:
     assert [number for number in range(1, 70) if is_due(number)] == [1, 2, 3, 4, 8, 16, 32, 64]

@@ -15,7 +15,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
-from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, is_due, other_results
+from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, other_results
 from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
@@ -261,8 +261,7 @@ class MicroRun:
         self._gathered.sharing.note(outputs.leaves, self._before(micro_batch))
         if not keeps_graph:
             outputs = outputs.without_graph()
-        if is_due(self._learnt.calls):
-            self._given[index] = fingerprints(dict(enumerate(outputs.leaves)))
+        self._given[index] = fingerprints(dict(enumerate(outputs.leaves)), self._learnt.calls)
         if index == 0:
             self._choose_form(outputs)
         self._gathered.add(outputs, keeps_large=not self._fused or self._learnt.reads_outputs)

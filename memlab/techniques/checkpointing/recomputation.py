@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as module
 
-from memlab.runtime.fingerprints import Saved, is_due, other_results
+from memlab.runtime.fingerprints import Saved, other_results
 from memlab.runtime.modules import in_use
 
 _CHECK = "memlab: values"
@@ -49,25 +49,21 @@ class Comparison:
     """Whether a part gives, when it runs again, what its first run gave.
 
     Args:
-        number: of the run, from one; values are not compared in every one.
+        number: of the run, from one.
         field: of the plan, by which the part runs again.
         name: of the part, for people.
     """
 
     def __init__(self, number: int, field: str, name: str) -> None:
-        self._part = field, name
-        self._of_values = is_due(number)
+        self._number, self._part = number, (field, name)
         self._stops = False
 
     @contextmanager
     def first(self) -> Iterator[str]:
         """Context of the first run, which gives torch's `determinism_check` for it."""
         self._stops = module._enable_checkpoint_early_stop is not False
-        if not self._of_values:
-            yield "default"
-            return
         module._allowed_determinism_checks_to_fns.setdefault(_CHECK, _saved)  # there is no public way to add one
-        before, _running.part = getattr(_running, "part", None), self._part
+        before, _running.part = getattr(_running, "part", None), (self._number, *self._part)
         try:
             yield _CHECK
         finally:
@@ -95,4 +91,4 @@ class Comparison:
 
 
 def _saved(tensor: torch.Tensor) -> Saved:
-    return Saved(tensor, *(getattr(_running, "part", None) or ("", "")))
+    return Saved(tensor, *(getattr(_running, "part", None) or (1, "", "")))

@@ -370,8 +370,8 @@ class OffloadActivations(Technique):
         undo.callback(self._forget_pool)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        assert self._model is not None
-        assert self._spill is not None
+        if self._model is None or self._spill is None:
+            return call(*args, **kwargs)  # run again by a backward pass that comes when the plan has gone
         if are_saved_by_hooks_of_the_loop():  # of several hooks torch calls the newest alone
             self.note_once(
                 "activations stay where a call is within hooks of the loop's own on what is saved for backward"

@@ -27,6 +27,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memlab.errors import RefusalError
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.callers import is_in_hook
 from memlab.runtime.hooks import CallHook, is_compiled
@@ -82,6 +83,8 @@ class PureBf16:
             undo.callback(masters.join, tensor)
             masters.split(tensor, whole=id(tensor) in held)
         undo.callback(self._forget_dropped)
+        self._is_over = False
+        undo.callback(self._end)
         self._touch = Touch(
             lambda: masters.tensors, self._read_by_loop, masters.keep, self._replaced_by_loop, self._gradient_given
         )
@@ -102,11 +105,30 @@ class PureBf16:
 
     def run(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the model, or of a part, in bf16."""
+        self._require_in_force()
         with Lent(as_bf16, as_fp32) as lent:
             args, kwargs = lent.lend((args, dict(kwargs)))
             with self._others_lowered(), self.within(), without_autocast():
                 output = call(*args, **kwargs)
-        return in_leaves(lambda leaf: as_fp32(lent.own(leaf)), output)
+        return in_leaves(lambda leaf: self._as_loops(lent.own(leaf)), output)
+
+    def _as_loops(self, leaf: Any) -> Any:
+        """An output as the loop gets it, whose backward pass is refused once weights are whole again."""
+        output = as_fp32(leaf)
+        if output is not leaf and output.grad_fn is not None:
+            output.grad_fn.register_prehook(self._require_in_force)
+        return output
+
+    def _end(self) -> None:
+        self._is_over = True
+
+    def _require_in_force(self, *_gradients: Any) -> None:
+        if self._is_over:
+            raise RefusalError(
+                "precision",
+                "this was computed with weights in pure bf16, which was taken off before its backward pass",
+                "compute it again, or take pure bf16 off after backward()",
+            )
 
     @contextmanager
     def _others_lowered(self) -> Iterator[None]:
