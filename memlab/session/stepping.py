@@ -29,8 +29,8 @@ class Position:
 
     @property
     def is_on_this_thread(self) -> bool:
-        """Return whether the thread that trains is the one that asks."""
-        return threading.get_ident() == self.thread
+        """Return whether the thread that trains is the one that asks, which may be any where it has ended."""
+        return threading.get_ident() == self.thread or all(each.ident != self.thread for each in threading.enumerate())
 
     def own_step_around(self, frame: FrameType) -> OwnStep | None:
         """Return the step that an optimizer is making itself, around a frame; one that was broken off ends here."""

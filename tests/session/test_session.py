@@ -616,6 +616,16 @@ class TestSwitching:
             model(pairs(0)[0])
             assert session.plan.label == "--accumulate 2"
 
+    def test_any_thread_trains_on_where_the_one_that_trained_has_ended(self) -> None:
+        model, optimizer = tower()
+        with fit(Workload(model, optimizer)) as session:
+            thread = threading.Thread(target=lambda: model(pairs(0)[0]).sum().backward())
+            thread.start()
+            thread.join()
+            optimizer.step()
+            session.switch("--accumulate 2", now=True)
+            assert session.plan.label == "--accumulate 2"
+
     def test_a_refusal_leaves_the_old_plan_in_force(self) -> None:
         model, optimizer = tower()
         train(model, optimizer)
