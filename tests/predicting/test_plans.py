@@ -334,6 +334,7 @@ def test_a_first_step_that_decides_for_the_others_is_counted() -> None:
     assert predicted.peak_allocated_bytes == measured.peak_allocated_bytes
 
 
+@pytest.mark.full
 def test_a_plan_that_is_refused_in_its_forward_pass_leaves_nothing_to_the_next() -> None:
     """Weights that something still has stay whole under pure bf16: the refused forward pass must not."""
     workload = family("gpt2")
