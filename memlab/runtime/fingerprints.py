@@ -139,7 +139,8 @@ def other_results(field: str, name: str, instead: str = "use --offload activatio
 class Saved:
     """What torch compares of a tensor that a part saves for the backward pass, in its first run and when it runs again.
 
-    Values are compared where the first one requires a gradient: what has none may be statistics, which are updated once.
+    Values are compared where a gradient passes: what has none may be statistics, which are updated once, and a parameter is
+    the same in both.
 
     Raises:
         RefusalError: on comparing, the second run has saved something else.
@@ -147,15 +148,15 @@ class Saved:
 
     def __init__(self, tensor: torch.Tensor, number: int, field: str, name: str) -> None:
         self._form = tensor.shape, tensor.dtype, tensor.device
-        self._holds, self._is_compared = Fingerprint.of(tensor, number), tensor.requires_grad
-        if self._is_compared and self._holds is not None:
+        self._holds = Fingerprint.of(tensor, number) if tensor.requires_grad and not tensor.is_leaf else None
+        if self._holds is not None:
             _ = self._holds.numbers  # kept on a GPU, those of all tensors would count in the peak
         self._field, self._name = field, name
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Saved):
             return NotImplemented
-        is_other = self._is_compared and self._holds is not None and not self._holds.is_like(other._holds)
+        is_other = self._holds is not None and not self._holds.is_like(other._holds)
         if is_other or self._form != other._form:
             raise other_results(self._field, self._name)
         return True

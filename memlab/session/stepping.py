@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ class Position:
     @property
     def is_on_this_thread(self) -> bool:
         """Return whether the thread that trains is the one that asks, which may be any where it has ended."""
-        return threading.get_ident() == self.thread or all(each.ident != self.thread for each in threading.enumerate())
+        return threading.get_ident() == self.thread or self.thread not in sys._current_frames()
 
     def own_step_around(self, frame: FrameType) -> OwnStep | None:
         """Return the step that an optimizer is making itself, around a frame; one that was broken off ends here."""

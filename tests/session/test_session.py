@@ -619,10 +619,9 @@ class TestSwitching:
     def test_any_thread_trains_on_where_the_one_that_trained_has_ended(self) -> None:
         model, optimizer = tower()
         with fit(Workload(model, optimizer)) as session:
-            thread = threading.Thread(target=lambda: model(pairs(0)[0]).sum().backward())
+            thread = threading.Thread(target=lambda: train(model, optimizer))
             thread.start()
             thread.join()
-            optimizer.step()
             session.switch("--accumulate 2", now=True)
             assert session.plan.label == "--accumulate 2"
 

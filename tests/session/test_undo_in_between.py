@@ -7,12 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
 from memlab.rescue.rescuer import Rescuer
 from memlab.techniques.tiling import tiling
+from tests.loops.cases import Tower
 from tests.rescue.faults import Faults
 
 EXACT = (
@@ -22,32 +22,22 @@ EXACT = (
 SETTINGS = ["--accumulate 2", *EXACT, *(f"--accumulate 2 {setting}" for setting in EXACT), "out of memory"]
 
 
-class Block(nn.Module):
+class Counting(Tower):
+    """A model that counts its calls in a buffer."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        super().__init__(classes=8)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return super().forward(inputs)
 
 
 def run(setting: str | None) -> list[torch.Tensor]:
     """Weights, buffers and losses after a loop whose plan goes within its third step."""
     torch.manual_seed(0)
-    model = Tower()
+    model = Counting()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     rows, losses = torch.randn(4, 8, 16), []
     is_rescued = setting == "out of memory"

@@ -261,9 +261,10 @@ class MicroRun:
         self._gathered.sharing.note(outputs.leaves, self._before(micro_batch))
         if not keeps_graph:
             outputs = outputs.without_graph()
-        self._given[index] = fingerprints(dict(enumerate(outputs.leaves)), self._learnt.calls)
         if index == 0:
             self._choose_form(outputs)
+        if not self._fused:
+            self._given[index] = fingerprints(dict(enumerate(outputs.leaves)), self._learnt.calls)
         self._gathered.add(outputs, keeps_large=not self._fused or self._learnt.reads_outputs)
         if self._fused:
             loss, weight = outputs.leaves[outputs.loss], self._division.weights[outputs.loss][index]

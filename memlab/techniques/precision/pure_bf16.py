@@ -78,12 +78,12 @@ class PureBf16:
         held = held_by_others(split, aliases)
         self._given: dict[int, _Given] = {}  # by id of the weight
         self._is_refused = False  # a call is, because of these
+        self._is_over = False
         undo.callback(self._give_gradients_back)
         for tensor in split:
             undo.callback(masters.join, tensor)
             masters.split(tensor, whole=id(tensor) in held)
         undo.callback(self._forget_dropped)
-        self._is_over = False
         undo.callback(self._end)
         self._touch = Touch(
             lambda: masters.tensors, self._read_by_loop, masters.keep, self._replaced_by_loop, self._gradient_given
@@ -105,7 +105,7 @@ class PureBf16:
 
     def run(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the model, or of a part, in bf16."""
-        self._require_in_force()
+        _require_in_force(self)
         with Lent(as_bf16, as_fp32) as lent:
             args, kwargs = lent.lend((args, dict(kwargs)))
             with self._others_lowered(), self.within(), without_autocast():
@@ -116,19 +116,12 @@ class PureBf16:
         """An output as the loop gets it, whose backward pass is refused once weights are whole again."""
         output = as_fp32(leaf)
         if output is not leaf and output.grad_fn is not None:
-            output.grad_fn.register_prehook(self._require_in_force)
+            there = weakref.ref(self)  # a loss that the loop keeps keeps no weights
+            output.grad_fn.register_prehook(lambda _: _require_in_force(there()))
         return output
 
     def _end(self) -> None:
         self._is_over = True
-
-    def _require_in_force(self, *_gradients: Any) -> None:
-        if self._is_over:
-            raise RefusalError(
-                "precision",
-                "this was computed with weights in pure bf16, which was taken off before its backward pass",
-                "compute it again, or take pure bf16 off after backward()",
-            )
 
     @contextmanager
     def _others_lowered(self) -> Iterator[None]:
@@ -269,6 +262,16 @@ class PureBf16:
         finally:
             if self._is_loops_turn:
                 self._touch.watch([tensor for tensor in tensors if tensor in self._masters])
+
+
+def _require_in_force(pure: PureBf16 | None) -> None:
+    """Refuse what comes when weights are whole again."""
+    if pure is None or pure._is_over:
+        raise RefusalError(
+            "precision",
+            "this was computed with weights in pure bf16, which was taken off before its backward pass",
+            "compute it again, or take pure bf16 off after backward()",
+        )
 
 
 def _is_in_backward() -> bool:
