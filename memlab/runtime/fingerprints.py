@@ -137,28 +137,34 @@ def other_results(field: str, name: str, instead: str = "use --offload activatio
 
 
 class Saved:
-    """What torch compares of a tensor that a part saves for the backward pass, in its first run and when it runs again.
+    """What torch compares of a tensor that a part saves in its first run with the tensor that it saves when it runs again.
 
-    Values are compared where a gradient passes: what has none may be statistics, which are updated once, and a parameter is
-    the same in both.
+    Values are compared where a gradient passes: what has none may be statistics, which are updated once.
 
     Raises:
         RefusalError: on comparing, the second run has saved something else.
     """
 
     def __init__(self, tensor: torch.Tensor, number: int, field: str, name: str) -> None:
-        self._form = tensor.shape, tensor.dtype, tensor.device
-        self._holds = Fingerprint.of(tensor, number) if tensor.requires_grad and not tensor.is_leaf else None
+        self._form = _form_of(tensor)
+        self._holds = Fingerprint.of(tensor, number) if tensor.requires_grad else None
         if self._holds is not None:
             _ = self._holds.numbers  # kept on a GPU, those of all tensors would count in the peak
         self._field, self._name = field, name
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Saved):
+        if isinstance(other, Saved):  # by a backward pass within a first run
+            form, holds = other._form, other._holds
+        elif isinstance(other, torch.Tensor):
+            form, holds = _form_of(other), None if self._holds is None else Fingerprint.of(other)
+        else:
             return NotImplemented
-        is_other = self._holds is not None and not self._holds.is_like(other._holds)
-        if is_other or self._form != other._form:
+        if form != self._form or (self._holds is not None and not self._holds.is_like(holds)):
             raise other_results(self._field, self._name)
         return True
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

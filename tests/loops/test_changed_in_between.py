@@ -20,7 +20,7 @@ from memlab import Workload, fit
 from memlab.errors import RefusalError
 from memlab.rescue.recovery import OtherResultsError
 from memlab.rescue.rescuer import Rescuer
-from memlab.runtime.fingerprints import CHANGED, Fingerprint, is_due
+from memlab.runtime.fingerprints import CHANGED, Fingerprint, Saved, is_due
 from memlab.techniques.tiling import tiling
 from tests.rescue.faults import Faults
 
@@ -248,6 +248,14 @@ def test_a_first_change_is_noticed_whenever_it_comes(setting: str) -> None:
                 loss = F.mse_loss(model(torch.ones(6, 8)), torch.zeros(6, 8))
             with pytest.raises(RefusalError, match="computed something else") if step == 6 else nullcontext():
                 loss.backward()
+
+
+def test_what_is_not_compared_is_not_looked_at_when_it_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(torch.ones(2), 5, "checkpointing", "Block")  # as every tensor on a GPU in the fifth run
+    monkeypatch.setattr(Fingerprint, "of", lambda *_: pytest.fail("looking has the host wait"))
+    assert saved == torch.zeros(2)
+    with pytest.raises(RefusalError, match="computed something else"):
+        _ = saved == torch.zeros(3)
 
 
 def test_ever_fewer_runs_are_compared_on_a_gpu() -> None:

@@ -90,5 +90,6 @@ class Comparison:
         return run
 
 
-def _saved(tensor: torch.Tensor) -> Saved:
-    return Saved(tensor, *(getattr(_running, "part", None) or (1, "", "")))
+def _saved(tensor: torch.Tensor) -> Saved | torch.Tensor:
+    part = getattr(_running, "part", None)
+    return tensor if part is None else Saved(tensor, *part)
