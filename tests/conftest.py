@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # a thread, for nothing
+# nbformat imports jsonschema, and that compiles 39 grammars of addresses for three seconds, where it finds them
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 _ROOT = str(Path(__file__).parents[1])
 if _ROOT not in sys.path:  # so that `tests.helpers` is found however pytest is started

@@ -196,7 +196,14 @@ class CellWatch:
             self._device = device_for(where, self._capacity_bytes)
             self._undo.callback(self._device.close)
         before = attached.plan if attached is not None else Plan()
-        session = _session_for(workload, None if self._choose is not None else self._plan)
+        try:
+            session = _session_for(workload, None if self._choose is not None else self._plan)
+        except MemlabError as refusal:
+            if self._changes_something or attached is not None:
+                raise
+            self.failure = f"nothing was measured or protected: {refusal}"
+            self._undo.close()
+            return
         session.usage.begin(is_within_step=session.position.is_within_step)
         place = next((i for i, each in enumerate(self._taken) if each.model is None), len(self._taken))
         taken = _Taken(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -52,7 +51,8 @@ class _Trouble:
         self.attempts: list[Attempt] = []
         self.base = plan  # the last plan that applied, and ran out of memory
         self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
-        self.left_out: set[str] = set()  # fields that turned out not to apply after their plan had run out
+        self.left_out: set[str] = set()  # fields that turned out not to apply, or that there was no memory to look at
+        self.applied: set[str] = set()  # fields that were seen to apply
         self.fallback: Fallback | None = None
         self.tried_again: Plan | None = None  # with what had been freed, before numbers would change
         self.is_last_try = False
@@ -160,7 +160,7 @@ class Recovery:
         collect()
         is_room = self._fall_back(trouble, place, keeps_rows=keeps_rows)
         is_room = is_room or (
-            self._goes_behind_refused(trouble) and self._fall_back(trouble, place, keeps_rows=keeps_rows)
+            self._leaves_out(trouble) and self._fall_back(trouble, place, keeps_rows=keeps_rows)
         )
         if not is_room and not (self._is_base_in_force(trouble) and self._companions_come()):
             if trouble.is_last_try:
@@ -187,6 +187,7 @@ class Recovery:
             self._trouble = _Trouble(session.steps + 1, session.plan, self._work_began)
         trouble = self._trouble
         trouble.base = session.plan
+        trouble.applied |= {technique.field for technique in session.techniques if technique.applies}
         trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
         return trouble
 
@@ -204,14 +205,18 @@ class Recovery:
             trouble.refused.add(fallback.plan)
         return False
 
-    def _goes_behind_refused(self, trouble: _Trouble) -> bool:
-        """Leave out a setting of the last plan that ran out, which was refused once there was memory to look whether it applies."""
-        field = trouble.refusal.technique if trouble.refusal is not None else ""
-        if not hasattr(trouble.base, field) or getattr(trouble.base, field) == getattr(trouble.plan, field):
-            return False
-        trouble.base = replace(trouble.base, **{field: getattr(trouble.plan, field)})
-        trouble.left_out.add(field)
-        return True
+    def _leaves_out(self, trouble: _Trouble) -> bool:
+        """Begin again without a setting of the last plan that ran out; False where none stands in the way.
+
+        One does that was refused once there was memory to look whether it applies, or that there never was memory to look at.
+        """
+        changes = set(trouble.base.changes(trouble.plan)) - trouble.left_out
+        refused = {trouble.refusal.technique} if trouble.refusal is not None else set()
+        in_the_way = (changes & refused) or changes - trouble.applied
+        if in_the_way:
+            trouble.left_out |= in_the_way
+            trouble.base = trouble.plan
+        return bool(in_the_way)
 
     def _is_base_in_force(self, trouble: _Trouble) -> bool:
         """Return whether the last plan that applied is in force, or comes back after one that was refused."""

@@ -141,11 +141,14 @@ class Rescuer:
         if self._derives_itself or not _can_be_guarded(self._model):
             return _as_written
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
+        unserved = ""
         if is_within_checkpoint():  # which counts what one run saves, and none that is begun again
+            unserved = "within torch.utils.checkpoint"
+        elif not all(map(_is_plain, self._model.parameters())):
+            unserved = "with computed weights (functional_call)"
+        if unserved:
             if self.is_armed:
-                self._live_session.log.note_once(
-                    "memory that runs out in a call within torch.utils.checkpoint is not rescued"
-                )
+                self._live_session.log.note_once(f"memory that runs out in a call {unserved} is not rescued")
             return _as_written
         if not self.is_armed:
             return self._call_unguarded
@@ -456,7 +459,6 @@ def _can_be_guarded(model: torch.nn.Module) -> bool:
         not why_as_written()
         and torch._C._current_graph_task_id() == -1
         and any(parameter.requires_grad for parameter in model.parameters())
-        and all(_is_plain(parameter) for parameter in model.parameters())
     )
 
 

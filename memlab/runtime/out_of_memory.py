@@ -220,10 +220,10 @@ def _stack_above(frame: FrameType | None) -> set[FrameType]:
 
 def _suspended(frames: list[FrameType]) -> set[FrameType]:
     """Return the frames that belong to a generator or coroutine which has not ended."""
-    if not any(frame.f_code.co_flags & _SUSPENDABLE for frame in frames):
-        return set()
-    # a frame does not know its generator before Python 3.14
-    living = (_frame_of(thing) for thing in gc.get_objects())
+    # a frame that has ended refers to its code; while a generator has it, only the generator does
+    own = [f for f in frames if f.f_code.co_flags & _SUSPENDABLE and f.f_code not in gc.get_referents(f)]
+    # before Python 3.14 a frame does not know its generator
+    living = (_frame_of(thing) for thing in gc.get_referrers(*own)) if own else ()
     return {frame for frame in living if frame is not None}
 
 

@@ -64,6 +64,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
+    config.InteractiveShell.xmode = "Plain"  # IPython's own takes a second; `%xmode Context` where it is looked at
     made = InteractiveShell.instance(config=config)
     made.run_line_magic("load_ext", "memlab")
     # predictions beside receipts have tests of their own
@@ -75,7 +76,6 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules["__main__"] = main
     for name, value in before.items():
         setattr(sys, name, value)
-    gc.collect()
 
 
 @pytest.fixture

@@ -140,6 +140,7 @@ def test_another_cell_magic_inside_works(made: Cell) -> None:
 
 
 def test_an_error_is_shown_once_with_the_lines_of_the_cell(shell: Any, made: Cell) -> None:
+    made("%xmode Context")
     ran = made("%%memfit\n\nx = 1\ndef fail():\n    raise KeyError('gone')\nfail()")
     text = ran.out + ran.err
     assert isinstance(ran.error, KeyError)
@@ -262,6 +263,7 @@ def test_out_of_memory_advises_what_the_cell_may_change(made: Cell) -> None:
 
 def test_out_of_memory_shows_the_user_s_own_lines_and_advises_what_applies(cell: Cell) -> None:
     cell(
+        "%xmode Context\n"
         "import torch\ndef step():\n    loss = model(inputs).square().sum()\n    loss.backward()\n    optimizer.step()\n"
         "norm = torch.nn.BatchNorm1d(64)\n"
         "model = torch.nn.Sequential(torch.nn.Linear(16, 64), norm, torch.nn.Linear(64, 512), torch.nn.Linear(512, 1))\n"
@@ -352,6 +354,7 @@ def test_help_runs_nothing(shell: Any, made: Cell) -> None:
 
 
 def test_interrupted_training_still_gets_its_receipt(shell: Any, made: Cell) -> None:
+    made("%xmode Context")
     ran = made(f"%%memfit\n{TRAIN}raise KeyboardInterrupt")
     assert isinstance(ran.error, KeyboardInterrupt)
     assert "4 steps" in ran.out

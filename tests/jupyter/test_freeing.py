@@ -87,6 +87,7 @@ def notices(ran: Ran) -> list[str]:
 
 
 def test_functions_let_go_and_the_traceback_stays(shell: Any, prepared: Cell) -> None:
+    prepared("%xmode Context")
     ran = prepared("before = watched(torch.zeros(10))\ntrain()")
     assert isinstance(ran.error, torch.OutOfMemoryError)
     assert ran.out.count("Traceback (most recent call last)") == 1
@@ -201,6 +202,7 @@ def test_an_error_that_was_caught_is_left_alone(prepared: Cell, handler: str) ->
 
 
 def test_an_interrupted_memfit_cell_lets_go(prepared: Cell) -> None:
+    prepared("%xmode Context")
     ran = prepared("%%memfit\ntrain(KeyboardInterrupt)")
     assert isinstance(ran.error, KeyboardInterrupt)
     assert notices(ran) == [f"memfit: freed what the functions of the interrupted cell held; {OPT_OUT}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import textwrap
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 
 from memlab.live.control import control_of
@@ -534,3 +536,30 @@ def test_the_place_that_a_refusal_names_is_the_users(made: Cell, body: str, plac
 def test_a_module_that_is_moved_is_no_reader_of_gradients(made: Cell) -> None:
     moving = READING.replace("model[0].weight.grad.norm()", "model.double().float()")
     assert made(f"%%memfit --release-grads\n{moving}").error is None
+
+
+_SHARD = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+
+def test_a_model_that_is_sharded_already_trains_as_it_is_written(made: Cell, shell: Any) -> None:
+    hook = sys.excepthook
+    try:
+        assert made(_SHARD).error is None
+        refused_text = one_line(made(f"%%memfit --checkpoint\n{TRAIN}"))
+        assert "is already sharded (FSDP2 or tensor parallel)" in refused_text
+        before = [p.full_tensor().detach().clone() for p in shell.user_ns["model"].parameters()]
+        ran = made(f"%%memfit --capacity 1GiB\n{TRAIN}")
+        assert ran.error is None
+        assert ran.out.count(f"memfit: nothing was measured or protected: {refused_text}") == 1
+        after = [p.full_tensor() for p in shell.user_ns["model"].parameters()]
+        assert not any(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert sessions() == ()
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

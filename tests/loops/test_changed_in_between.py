@@ -195,7 +195,7 @@ def as_ever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert (SCALE, CHOSEN, Config.scale, Config.stack) == (1.0, exact, 1.0, [1.0])
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(30)
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("place", [*RESTORED, *OTHERS])

@@ -64,7 +64,7 @@ def trained(folder: Path, plan: str | None, name: str = "gpt2", resume: str | No
     return trainer
 
 
-@pytest.mark.few(3, full=9)
+@pytest.mark.few(2, full=9)
 @pytest.mark.parametrize(
     "plan",
     [

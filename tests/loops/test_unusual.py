@@ -359,6 +359,7 @@ def in_fp64() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:memlab. refused:RuntimeWarning")  # there is no observer to tell
+@pytest.mark.few(50)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", LOOPS)
 def test_it_comes_out_as_without(name: str, setting: str) -> None:

@@ -535,7 +535,7 @@ def inert() -> Rescuer:
     return Rescuer(evidence=Evidence(torch.device("cpu"), None))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_loops_come_out_the_same(batch: int) -> None:
     for seed in range(batch, LOOPS, BATCHES):

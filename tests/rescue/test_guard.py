@@ -473,6 +473,18 @@ def test_every_bit_is_the_same(name: str) -> None:
     assert found.session.rescuer.rescues == []
 
 
+def test_what_is_not_rescued_is_said_once() -> None:
+    for name, where in (
+        ("functional call", "with computed weights (functional_call)"),
+        ("checkpointed by the loop", "within torch.utils.checkpoint"),
+    ):
+        session = trained(name, guarded=True).session
+        assert session is not None
+        said = [str(entry) for entry in session.log if "is not rescued" in str(entry)]
+        assert len(said) == 1
+        assert f"memory that runs out in a call {where} is not rescued" in said[0]
+
+
 # -- hooks, errors, leaks ----------------------------------------------------------------------
 
 

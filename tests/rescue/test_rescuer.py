@@ -90,6 +90,54 @@ def test_outputs_that_the_loss_does_not_come_from_hold_nothing_of_a_backward_pas
         torch.testing.assert_close(one.grad, other)
 
 
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        values = self.values(x)
+        return torch.where(edges, values @ x.T, -1e9).softmax(-1) @ values
+
+
+class _OfOneGraph(nn.Module):
+    """Attends to neighbours among all its rows: no part of them can be run alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Attention() for _ in range(6))
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, edges)
+        return x
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_accumulation_that_there_is_no_memory_to_look_at_stands_in_no_way(share: float) -> None:
+    torch.manual_seed(0)
+    x, edges = torch.randn(64, 16), torch.rand(64, 64) < 0.2
+
+    def step(model: nn.Module, capacity_bytes: int | None) -> int:
+        ledger = Ledger(capacity_bytes=capacity_bytes)
+        ledger.begin([*parameters_of(model)])
+        with ledger:
+            model(x, edges).square().mean().backward()
+        peak_bytes = ledger.peak_bytes
+        ledger.close()
+        return peak_bytes
+
+    model = _OfOneGraph()
+    peak_bytes = step(model, None)
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), rescue=True) as session:
+        step(model, int(peak_bytes * share))
+        assert session.plan.accumulation == 1
+        assert session.plan.is_exact
+    assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True))
+
+
 def test_letting_go_twice_is_harmless() -> None:
     model = torch.nn.Linear(4, 2)
     session = fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), rescue=True)

@@ -599,6 +599,43 @@ def test_what_a_thread_of_the_loop_was_refused_the_loop_hears() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize("drops_last", [True, False])
+def test_a_loop_that_goes_on_in_another_thread(drops_last: bool) -> None:
+    said: list[str] = []
+
+    def train(model: nn.Module) -> list[float]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+
+        def work() -> None:
+            try:
+                for step in range(3):
+                    if not drops_last:
+                        optimizer.zero_grad()
+                    loss = loss_of(model, step)
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(float(loss))
+                    if drops_last:
+                        optimizer.zero_grad()
+            except RefusalError as refusal:
+                said.append(refusal.reason)
+
+        for _ in range(2):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        return losses
+
+    torch.manual_seed(0)
+    expected = train(mlp())
+    torch.manual_seed(0)
+    model = mlp()
+    with fit(Workload(model, None), "--release-grads"):
+        found = train(model)
+    assert found == (expected if drops_last else expected[:3])
+    assert [reason.partition(",")[0] for reason in said] == ["the loop goes on in another thread"] * (not drops_last)
+
+
 # -- gradients after the step ----------------------------------------------------------------------
 
 

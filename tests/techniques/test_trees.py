@@ -26,8 +26,8 @@ from tests.techniques.vision import MODELS, vision_workload
 
 _SEEDS_PER_TEST = 10
 _FIRST = [
-    *range(0, 20, _SEEDS_PER_TEST),
-    *(pytest.param(n, marks=pytest.mark.full) for n in range(20, 80, _SEEDS_PER_TEST)),
+    *range(0, 10, _SEEDS_PER_TEST),
+    *(pytest.param(n, marks=pytest.mark.full) for n in range(10, 80, _SEEDS_PER_TEST)),
 ]
 
 
@@ -64,6 +64,7 @@ def _outcome(case: Case, model: nn.Module) -> dict[str, Any] | str:
         return str(error)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("setting", ["full", "every:2", "selective", "budget:1GiB"])
 def test_models_for_images_train_as_without_it(name: str, setting: str) -> None:

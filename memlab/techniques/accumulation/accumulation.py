@@ -93,6 +93,7 @@ class Accumulation(Technique):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self.applies = False
         # while it is attached
         self._model: nn.Module
         # by condition
@@ -207,6 +208,7 @@ class Accumulation(Technique):
         except RefusalError:
             self._try(call, whole)
             raise
+        self.applies = True
         self._learnt.needs_graph |= probe.needs_graph
         parts = min(self.plan.accumulation, layout.rows)
         if 1 < parts < self.plan.accumulation and not self._has_split and self.host.on_trial():

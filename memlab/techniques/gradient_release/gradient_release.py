@@ -161,6 +161,7 @@ class GradientRelease(Technique):
         self._passes: set[int] = set()
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
         self._watch = Watch(self._touched, self._differentiated)
+        self._watched_thread = 0  # what is done with gradients in others is not seen
         self._listener: Listener | None = None
         self._refused: tuple[int, RefusalError] | None = None  # and the thread whose work that has ended
 
@@ -264,6 +265,7 @@ class GradientRelease(Technique):
     def _watch_loop(self) -> None:
         """See what the loop does with gradients, and hear when it is left."""
         self._watch.begin()
+        self._watched_thread = threading.get_ident()
         if self._listener is None or self._listener.is_spent(None):
             self._listener = listen(self._interrupted)
 
@@ -313,6 +315,11 @@ class GradientRelease(Technique):
         self._was_called = True
         self._is_called_between |= bool(self._complete)
         self._is_known = is_loop_known()
+        if self._used and not self._is_known and self._watched_thread != threading.get_ident():
+            raise self._refusal(
+                "the loop goes on in another thread, and whether it has dropped the gradients of the step before was not seen",
+                f"drop them right after step(), or {_LEAVE_OUT}",
+            )
         if self._is_known:  # nobody watches what becomes of the loop's gradients around these steps
             self._used.clear()
             self._gone.clear()
