@@ -48,7 +48,7 @@ class History:
             before = self.measured(measurement.plan)
             if before is not None and _batch_of(before) != _batch_of(measurement):
                 self.predicted.pop(measurement.plan, None)  # it was for batches of another size
-            row, said = timed_anew(before, measurement) if before is not None else (measurement, "")
+            row, said = timed_anew(before, measurement)
             if said and self.comparison is not None and self.comparison.measurements[0] is before:
                 events = (*events, said)
             # cells go on training, each from where the one before stopped: their losses are no drift

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
-from time import perf_counter
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from memlab.live.live_predictions import LivePredictions, calibration
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
 from memlab.live.stage import Hold, Playing, Stage
-from memlab.live.views import Drawn, Pace, Views
+from memlab.live.views import Drawn, Views
 from memlab.measuring.beside import meter_of
 from memlab.measuring.device import device_for
 from memlab.measuring.steps import Meter
@@ -46,7 +45,6 @@ from memlab.session import Session, fit, session_of
 from memlab.units import format_bytes, format_seconds
 
 _MOST_EVENTS = 20
-_STATUS_SHARE = 0.003
 # between the end of a cell and predictions: where many cells run one after another, each would wait for one
 _QUIET_SECONDS = 0.5
 _RUNNING = (Activity.TRAINING, Activity.MEASURING)
@@ -85,6 +83,7 @@ class Control(Observer):
         self.stage = stage or Stage()  # as given; a panel that is opened later may bring its own
         self.world = ""  # how clicks reach the run, in words, where that is not for the panel to find out
         self.model = LiveModel(model, self._model_gone)  # with what is known of training it
+        self.views = Views()
         self.capacity_bytes: int | None = None
         # called when a run of its own has ended, with what was measured
         self.run_ended: Callable[[Moment], None] | None = None
@@ -93,12 +92,8 @@ class Control(Observer):
         self._title = f"memfit · {self.model.name}"
         self._pending_changes = PendingChanges()
         self._live_predictions = LivePredictions()
-        self._views = Views()
         self._numbers = count()  # of moments
         self._budget_bytes: int | None = None
-        self._pace = Pace()
-        # settings and status are cheap: they follow sooner than figures can
-        self._status_pace = Pace(share=_STATUS_SHARE)
         self._doing = ""
         self._hold = Hold()
         self._is_beside = False  # whether the hold is another control's, whose loop trains this model as well
@@ -181,15 +176,11 @@ class Control(Observer):
 
     def stepped(self) -> None:
         """A step has ended; on the training thread, after the meter has been told."""
-        if not self._views.due():
+        if not self.views.due():
             return  # the meter keeps the steps until somebody looks
         with self._lock:
             self.feed.take_in()
-        for pace, figures in ((self._pace, True), (self._status_pace, False)):
-            if pace.is_due():
-                began = perf_counter()
-                self.draw(figures=figures)
-                pace.spent(perf_counter() - began)
+        self.views.draw_when_due(self.moment)
 
     def know(self, measurements: Iterable[Measurement] = (), predictions: Iterable[Prediction] = ()) -> None:
         """Take in what was measured and predicted elsewhere."""
@@ -207,7 +198,7 @@ class Control(Observer):
             self._hold.reset(activity)
         with self._lock:
             self.feed.begin(meter, session.steps)
-        self._pace, self._status_pace = Pace(), Pace(share=_STATUS_SHARE)
+        self.views.begin_anew()
         self.draw()
 
     def training_ended(self) -> None:
@@ -232,7 +223,9 @@ class Control(Observer):
 
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
-        if self._hold.is_off or (self._is_beside and self._is_other_in_step()):
+        # the loop is not between two steps where another of its models has been called and not stepped
+        others = self.session.companions if self._is_beside and self.session is not None else ()
+        if self._hold.is_off or any(each.position.is_within_step for each in others):
             return
         with self._lock:
             # many short steps are taken in together
@@ -241,10 +234,6 @@ class Control(Observer):
         if not self._hold.is_cancelled and self._playing is None:
             self._stand_still()
         self._hold.end_if_cancelled(self.feed.step)
-
-    def _is_other_in_step(self) -> bool:
-        """Return whether another model of the loop has been called and not stepped: the loop is not between two steps."""
-        return self.session is not None and any(each.position.is_within_step for each in self.session.companions)
 
     def _stand_still(self) -> None:
         if self._meter is not None:
@@ -301,8 +290,8 @@ class Control(Observer):
                 rescues=tuple(rescuer.rescues) if rescuer is not None else (),
                 status=_status_line(activity, self.model.name, self.feed, self._pending_changes, self._doing),
                 world=self.world,
-                errors=tuple(self._views.errors),
-                frame=self._views.frame,
+                errors=tuple(self.views.errors),
+                frame=self.views.frame,
                 number=next(self._numbers),
             )
 
@@ -319,28 +308,33 @@ class Control(Observer):
 
     def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
         """Have a view drawn when something has changed, or not before a while is over; returns what ends that."""
-        return self._views.watch(drawn, after_seconds)
+        return self.views.watch(drawn, after_seconds)
 
     @property
     def is_watched(self) -> bool:
-        return self._views.any_open
+        return self.views.any_open
 
     def draw(self, *, figures: bool = True) -> None:
-        self._views.draw(self.moment, figures=figures)
+        self.views.draw(self.moment, figures=figures)
 
     def _draw_soon(self) -> None:
         """Draw at the end of the step; at once where no steps are told of, as in cells without the magic."""
-        self._pace.hurry()
+        self.views.hurry()
         if self._activity is Activity.IDLE:
             self.draw()
 
     def _draw_all(self, *, figures: bool = True) -> None:
         """Draw the views of every model of the loop."""
-        session = self.session
-        others = (_controls.get(each.workload.model) for each in (session.companions if session is not None else ()))
-        for each in (self, *others):
-            if each is not None and each._hold is self._hold:
+        for each in self._of_loop:
+            if each._hold is self._hold:
                 each.draw(figures=figures)
+
+    @property
+    def _of_loop(self) -> list[Control]:
+        """This control, and those of the other models of its loop."""
+        companions = self.session.companions if self.session is not None else ()
+        others = (_controls.get(each.workload.model) for each in companions)
+        return [self, *(each for each in others if each is not None)]
 
     # -- what views ask ------------------------------------------------------------------------
 
@@ -349,30 +343,29 @@ class Control(Observer):
         return self._hold.activity
 
     def ask(self, field: str, text: str) -> None:
-        self._views.errors.clear()
+        self._asked(lambda: self._pending_changes.ask(field, text))
+
+    def ask_plan(self, plan: Plan) -> None:
+        self._asked(lambda: self._pending_changes.ask_plan(plan))
+
+    def _asked(self, note: Callable[[], Plan | None]) -> None:
+        """Note what is asked for, and request the plan that is wanted now."""
+        self.views.errors.clear()
         self._is_undo_waiting = False
         with self._lock:
-            plan = self._pending_changes.ask(field, text)
+            plan = note()
         if plan is not None:
             self._ask_for(plan)
         self._changed()
 
-    def ask_plan(self, plan: Plan) -> None:
-        self._views.errors.clear()
-        self._is_undo_waiting = False
-        with self._lock:
-            self._pending_changes.ask_plan(plan)
-        self._ask_for(plan)
-        self._changed()
-
     def set_budget(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
-        self._pace.hurry()
+        self.views.hurry()
         self._changed()
 
     def run(self, *, keep: bool) -> None:
         """Train on the batch at hand until cancelled; steps that are not kept leave nothing behind."""
-        self._views.errors.clear()
+        self.views.errors.clear()
         self._when_idle(lambda: self._run(keep=keep))
 
     def pause(self) -> None:
@@ -407,7 +400,7 @@ class Control(Observer):
 
     def find(self) -> None:
         """Ask for the fastest plan that is predicted to fit the budget; what is not predicted yet is predicted first."""
-        self._views.errors.clear()
+        self.views.errors.clear()
         self._when_idle(lambda: self._predict(then_choose=True))
 
     def undo(self) -> None:
@@ -440,19 +433,14 @@ class Control(Observer):
             self._when_idle(lambda: self._begin(plan))
             return
         session.switching.ask(plan)
-        for each in self._steered_together(session):
-            each.switching.ask(plan)
+        if any(each._activity is not Activity.IDLE for each in self._of_loop):
+            # the next click on any model of a loop that runs adds to this one
+            for other in session.companions:
+                other.switching.ask(plan)
         if self._activity is Activity.IDLE:
             self.stage.when_idle(self._apply_waiting)
         elif self._playing is not None:
-            self._pace.hurry()
-
-    def _steered_together(self, session: Session) -> list[Session]:
-        """Sessions of the other models of a loop that runs: the next click on any of them adds to this one."""
-        together = session.companions
-        controls = (_controls.get(each.workload.model) for each in (session, *together))
-        is_running = any(one is not None and one._activity is not Activity.IDLE for one in controls)
-        return together if is_running else []
+            self.views.hurry()
 
     def _begin(self, plan: Plan) -> None:
         """Apply a plan to a model that has no session."""
@@ -530,7 +518,7 @@ class Control(Observer):
         self._playing = None
         self._hold.reset(Activity.IDLE)
         if error is not None:
-            self._views.report(error)
+            self.views.report(error)
         self.draw()
         self._request_waiting()
         self._predict_on()
@@ -582,7 +570,7 @@ class Control(Observer):
             workload, self._pending_changes.plan, measured, every=then_choose
         ):
             self._doing = doing
-            if self._pace.is_due():
+            if self.views.are_figures_due():
                 self.draw(figures=False)
             yield
         if not then_choose:
@@ -595,7 +583,7 @@ class Control(Observer):
         was_stopped, self._predicting, self._doing = self._predicting is None, None, ""
         if error is not None:
             self._is_predictable = not isinstance(error, TraceError)
-            self._views.report(error)
+            self.views.report(error)
         elif not was_stopped and not self._live_predictions.is_complete:
             # a cell came in between: the rest is predicted when it has ended
             self.predict()
@@ -606,7 +594,7 @@ class Control(Observer):
         try:
             self._draw_all(figures=self._activity not in _RUNNING)
         except Exception as error:  # noqa: BLE001 - whoever asks is a widget's callback, which swallows errors
-            self._views.report(error)
+            self.views.report(error)
 
     def _when_idle(self, work: Callable[[], None]) -> None:
         """Do something as soon as no cell runs, and tell what goes wrong."""
@@ -616,7 +604,7 @@ class Control(Observer):
                 work()
             except MemlabError as error:
                 self._pending_changes.target = None
-                self._views.report(error)
+                self.views.report(error)
                 self.draw()
 
         self.stage.when_idle(told)

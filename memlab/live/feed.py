@@ -29,7 +29,7 @@ _MOST_SETTINGS = 40
 class Feed:
     """Steps and settings of one model, over any number of cells."""
 
-    def __init__(self, say: Callable[[str], None] = lambda _words: None) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self.step = 0  # number of the newest step
         self._say = say
         self._of_old: dict[str, Measurement] = {}  # settings tried before the meter that is followed
@@ -107,8 +107,7 @@ class Feed:
     def know(self, measurements: Iterable[Measurement]) -> None:
         """Take in settings that were measured elsewhere; the newest of a plan counts."""
         for measured in measurements:
-            before = self.measurements.get(measured.plan)
-            row, _ = timed_anew(before, measured) if before is not None else (measured, "")
+            row, _ = timed_anew(self.measurements.get(measured.plan), measured)
             # steps of other moments of the training: their losses are no drift from one another
             self.measurements[measured.plan] = replace(row, losses=())
         # the first row is what others are compared with

@@ -13,7 +13,7 @@ from memlab.measuring.runs import rows_of
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.plan.fields import BY_NAME
 from memlab.predicting import predict_each
-from memlab.records import Fit, Measurement, Prediction, Verdict, fastest, prediction_of
+from memlab.records import Fit, Measurement, Prediction, Verdict, fastest, prediction_of, ratio
 from memlab.records.live_state import Moment
 from memlab.runtime.batch import Batch
 from memlab.runtime.workload import Workload
@@ -173,6 +173,6 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
         plan=there,
         change_bytes=predicted.needed_bytes - before.needed_bytes,
         of_bytes=before.needed_bytes,
-        speed_ratio=predicted.samples_per_second / before.samples_per_second if before.samples_per_second else math.nan,
+        speed_ratio=ratio(predicted.samples_per_second, before.samples_per_second),
         verdict=predicted.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
     )

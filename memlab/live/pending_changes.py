@@ -43,10 +43,9 @@ class PendingChanges:
         except PlanError as error:
             self.refuse(field, text, str(error))
             return None
-        self.ask_plan(plan)
-        return plan
+        return self.ask_plan(plan)
 
-    def ask_plan(self, plan: Plan) -> None:
+    def ask_plan(self, plan: Plan) -> Plan:
         self.target = plan if plan != self.plan else None
         for spec in FIELDS:
             value, wanted = _value(self.plan, spec), _value(plan, spec)
@@ -54,6 +53,7 @@ class PendingChanges:
                 self._toggles[spec.name] = Toggle(spec.name, value, wanted, Asked.PENDING)
             elif self.toggle(spec.name).asked is Asked.PENDING:
                 del self._toggles[spec.name]
+        return plan
 
     def came_true(self, plan: Plan, step: int) -> None:
         """A plan has come into force, asked for or not."""

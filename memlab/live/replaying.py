@@ -188,7 +188,7 @@ class Replay:
 
     def predict(self) -> None:
         """Refused: a recording has no model."""
-        self._cannot("predict")
+        self._tell("a recording cannot predict: there is no model here")
 
     def training(self) -> NoReturn:
         """Refused: a recording has no model."""
@@ -198,20 +198,18 @@ class Replay:
         """Go to the fastest recorded setting that fits the budget."""
         budget_bytes = self._budget_bytes
         if budget_bytes is None:
-            self._views.say("find a plan: set a budget first")
-            self._draw()
+            self._tell("find a plan: set a budget first")
             return
         known = [each for each in self._record.comparison.measurements if each.fits and not plan_of(each.plan)[1]]
         best = fastest(each for each in known if each.needed_bytes <= budget_bytes)
         if best is not None:
             self.ask_plan(plan_of(best.plan)[0])
         else:
-            self._views.say(f"no setting of this recording fits {format_bytes(budget_bytes)}")
-            self._draw()
+            self._tell(f"no setting of this recording fits {format_bytes(budget_bytes)}")
 
     def undo(self) -> None:
         """Refused: a recording changes nothing."""
-        self._cannot("undo")
+        self._tell("a recording cannot undo: there is no model here")
 
     # -- going somewhere -----------------------------------------------------------------------
 
@@ -322,10 +320,6 @@ class Replay:
             parts.append(f"unknown to this version of memlab: {unknown}")
         return " · ".join(parts)
 
-    def _cannot(self, what: str) -> None:
-        self._views.say(f"a recording cannot {what}: there is no model here")
-        self._draw()
-
     # -- drawing -------------------------------------------------------------------------------
 
     def _change(self, before: Activity, after: Activity) -> None:
@@ -333,6 +327,10 @@ class Replay:
             if self._activity is not before:
                 return
             self._activity = after
+        self._draw()
+
+    def _tell(self, words: str) -> None:
+        self._views.say(words)
         self._draw()
 
     def _draw(self) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import ismethod
-from time import monotonic
+from time import monotonic, perf_counter
 
 from memlab.records.live_state import Moment
 
@@ -15,8 +15,9 @@ _MOST_ERRORS = 5
 
 Drawn = Callable[[Moment], None]
 _LEAST_SECONDS_BETWEEN = 0.25
-# share of the time that drawing may take
+# shares of the time that drawing may take; settings and status are cheap: they follow sooner than figures can
 _DRAWING_SHARE = 0.005
+_STATUS_SHARE = 0.003
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Views:
         self.frame = 0  # grows with every drawing that has new figures
         self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)  # of views and callbacks, newest last, in words
         self._views: list[_View] = []
+        self._paces: dict[bool, Pace] = {}  # of drawings with figures, and of those without
+        self.begin_anew()
+
+    def begin_anew(self, clock: Callable[[], float] = monotonic) -> None:
+        """Draw from now on as of a run whose first step is still to come."""
+        self._paces = {True: Pace(clock), False: Pace(clock, _STATUS_SHARE)}
 
     def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
         """Have a view drawn from now on, or after a while; returns what ends that."""
@@ -63,6 +70,21 @@ class Views:
                 drawn(shown)
             except Exception as error:  # noqa: BLE001 - training must not fail for the sake of a picture
                 self.report(error)
+
+    def draw_when_due(self, moment: Callable[[], Moment]) -> None:
+        """Draw what it is time for; costs next to nothing where that is nothing."""
+        for figures, pace in self._paces.items():
+            if pace.is_due():
+                began = perf_counter()
+                self.draw(moment, figures=figures)
+                pace.spent(perf_counter() - began)
+
+    def are_figures_due(self) -> bool:
+        return self._paces[True].is_due()
+
+    def hurry(self) -> None:
+        """Draw figures as soon as may be: someone waits for them."""
+        self._paces[True].hurry()
 
     def report(self, error: BaseException) -> None:
         """Take note of an error of a callback or of a view, once; the next drawing shows it."""

@@ -105,12 +105,12 @@ def speed_ratio(measurement: Measurement, other: Measurement) -> float:
 _TIMED_BEFORE = "samples/s are those of an earlier cell, as this one had too few steps to be timed"
 
 
-def timed_anew(before: Measurement, after: Measurement) -> tuple[Measurement, str]:
-    """A plan that was measured again: its row, and what is to be said about its times.
+def timed_anew(before: Measurement | None, after: Measurement) -> tuple[Measurement, str]:
+    """A plan that was measured, perhaps again: its row, and what is to be said about its times.
 
     A few steps do not replace the times of many, and what others are compared with does not change unsaid.
     """
-    if _other_batches(after, before) or not (before.is_settled and before.fits and after.fits):
+    if before is None or _other_batches(after, before) or not (before.is_settled and before.fits and after.fits):
         return after, ""
     if not after.is_settled:
         notes = (*after.notes, _TIMED_BEFORE)

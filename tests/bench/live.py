@@ -17,10 +17,10 @@ control, shown = panel._source, [0.0, 0]
 plain = control.stepped
 def stepped():
     began = time.perf_counter()
-    frame = control._views.frame
+    frame = control.views.frame
     plain()
     shown[0] += time.perf_counter() - began
-    shown[1] += control._views.frame - frame
+    shown[1] += control.views.frame - frame
 control.stepped = stepped
 """
 

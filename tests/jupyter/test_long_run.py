@@ -17,7 +17,6 @@ from torch import nn  # noqa: E402
 
 from memlab.jupyter.panel import Panel  # noqa: E402
 from memlab.live.control import Control  # noqa: E402
-from memlab.live.views import Pace  # noqa: E402
 from memlab.plan import Plan  # noqa: E402
 from memlab.records import Measurement, Phase, StepRecord, TimelinePoint  # noqa: E402
 from memlab.runtime.workload import Workload  # noqa: E402
@@ -82,7 +81,7 @@ def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
     panel = Panel(control)
     assert control.session is not None
     control._watch(control.session, meter, control.moment().activity)  # type: ignore[arg-type]
-    control._pace = Pace(clock)
+    control.views.begin_anew(clock)
     frames, objects, sizes = [], [], []
     for step in range(1, round(HOURS * 3600 / STEP_SECONDS) + 1):
         clock.now += STEP_SECONDS
@@ -90,9 +89,9 @@ def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
         if step % 150 == 0:
             meter.plan = PLANS[step // 150 % len(PLANS)]
             control.plan_changed(Plan.parse(meter.plan if meter.plan != PLANS[0] else ""))
-        frame = control._views.frame
+        frame = control.views.frame
         control.stepped()
-        if control._views.frame > frame:
+        if control.views.frame > frame:
             frames.append(clock.now)
         if step % 600 == 0:
             gc.collect()
