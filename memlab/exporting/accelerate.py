@@ -8,6 +8,7 @@ from memlab.exporting.parts import (
     indent,
     offloads_model_states,
     one_line_optimizer,
+    wanted,
     zero_stage,
 )
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
@@ -81,7 +82,7 @@ def _script_notes(plan: Plan, kind: str) -> list[str]:
     enable = f'model.activation_checkpointing_enable({{"use_reentrant": False}}{kwargs})'
     context = "context_fn of create_selective_checkpoint_contexts, as in memlab.export(plan, to='torch')"
     activations = plan.tier_of(Offloaded.ACTIVATIONS)
-    notes = (
+    return wanted((
         ((f"Accelerator(gradient_accumulation_steps={accumulate}), batches {accumulate} times smaller, and "
          "`with accelerator.accumulate(model):` around each; weight losses by target tokens"), accumulate > 1),
         (enable, has_switch_for_checkpointing(plan) and not (kind == "FSDP" and plan.checkpointing == "full")),
@@ -100,5 +101,4 @@ def _script_notes(plan: Plan, kind: str) -> list[str]:
         ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
         ("gradient release: Accelerate has nothing for it; update_in_backward in memlab.export(plan, to='torch')",
          plan.gradients is Gradients.RELEASE),
-    )  # fmt: skip
-    return [text for text, wanted in notes if wanted]
+    ))  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting.parts import one_line_optimizer, torchrun, zero_stage
+from memlab.exporting.parts import one_line_optimizer, torchrun, wanted, zero_stage
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
@@ -13,7 +13,7 @@ from memlab.plan.scale import Scale
 def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     """Return the JSON file of a plan."""
     start = [] if scale is None else [f"{torchrun(nproc)}, or deepspeed --num_gpus {nproc} train.py"]
-    flags = str(plan if scale is None else scale)
+    flags, stage = str(plan if scale is None else scale), zero_stage(plan, scale)
     notes = [flags, *start, *_deepspeed_notes(plan)] if flags else []
     config: dict[str, Any] = {
         # JSON has no comments; DeepSpeed passes over names it does not know at this level
@@ -22,9 +22,9 @@ def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": "auto",
-        "zero_optimization": _deepspeed_zero(plan, zero_stage(plan, scale)),
+        "zero_optimization": _deepspeed_zero(plan, stage),
         **_deepspeed_precision(plan),
-        **_deepspeed_optimizer(plan, zero_stage(plan, scale)),
+        **_deepspeed_optimizer(plan, stage),
         **_deepspeed_checkpointing(plan),
     }
     return json.dumps(config, indent=2) + "\n"
@@ -78,7 +78,7 @@ def _deepspeed_checkpointing(plan: Plan) -> dict[str, Any]:
 def _deepspeed_notes(plan: Plan) -> list[str]:
     activations, is_checkpointed = plan.tier_of(Offloaded.ACTIVATIONS), plan.checkpointing != "off"
     offloaded = plan.tier_of(Offloaded.OPTIMIZER)
-    notes = (
+    return wanted((
         ("the Trainer takes the rest from memlab.export(plan, to='trainer'); both files agree", True),
         (("activation_checkpointing serves models that call deepspeed.checkpointing; models of transformers are "
          "checkpointed by TrainingArguments(activation_checkpointing=True)"),
@@ -103,5 +103,4 @@ def _deepspeed_notes(plan: Plan) -> list[str]:
         ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
         ("gradient release: DeepSpeed updates after the backward pass and keeps gradients until then",
          plan.gradients is Gradients.RELEASE),
-    )  # fmt: skip
-    return [text for text, wanted in notes if wanted]
+    ))  # fmt: skip

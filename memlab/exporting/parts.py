@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memlab.errors import PlanError
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
@@ -22,6 +24,16 @@ def torchrun(nproc: int) -> str:
 def indent(lines: list[str], spaces: int) -> list[str]:
     """Return lines further to the right; empty ones stay empty."""
     return [" " * spaces + line if line else line for line in lines]
+
+
+def block(head: str, lines: list[str]) -> list[str]:
+    """Return lines within a compound statement that begins with `head`."""
+    return [f"{head}:", *indent(lines, 4)]
+
+
+def wanted(parts: Iterable[tuple[str, object]]) -> list[str]:
+    """Return the texts whose condition is met."""
+    return [text for text, is_wanted in parts if is_wanted]
 
 
 def has_switch_for_checkpointing(plan: Plan) -> bool:
@@ -51,7 +63,7 @@ def optimizer_helper(plan: Plan) -> str:
     package, call = replacement_of(plan).code
     comment = ["# the plan keeps your optimizer: put it here"] if plan.optimizer is OptimizerChoice.KEEP else []
     body = [*([package, ""] if package else []), *comment, f"return {call}"]
-    return "\n".join(["def make_optimizer(model, lr):", *indent(body, 4)])
+    return "\n".join(block("def make_optimizer(model, lr)", body))
 
 
 def one_line_optimizer(plan: Plan) -> str:
@@ -68,7 +80,7 @@ SELECTIVE_CONTEXT = f"""
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)"""
 
 
-def zero_stage(plan: Plan, scale: Scale | None = None) -> int:
+def zero_stage(plan: Plan, scale: Scale | None) -> int:
     """DeepSpeed offloads to the host from stage 2 (and keeps pure-bf16 there), to files and parameters only at stage 3."""
     if scale is not None:
         return int(scale.engine.removeprefix("zero"))

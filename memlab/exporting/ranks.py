@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.errors import PlanError
-from memlab.exporting.parts import header, indent, offloads_model_states, optimizer_helper, torchrun
+from memlab.exporting.parts import block, header, indent, offloads_model_states, optimizer_helper, torchrun, wanted
 from memlab.exporting.torch import COUNT_TARGETS, SPLIT, checkpoint_helper, checkpoint_imports
 from memlab.plan import Plan, Precision
 from memlab.plan.scale import Scale
@@ -25,12 +25,11 @@ def to_ranks(plan: Plan, scale: Scale, nproc: int) -> str:
 
 def _imports(scale: Scale, nproc: int) -> str:
     plan = scale.plan
-    policies = (
+    used = ", ".join(wanted((
         ("CPUOffloadPolicy", offloads_model_states(plan)),
         ("MixedPrecisionPolicy", plan.precision is Precision.BF16),
         ("fully_shard", True),
-    )
-    used = ", ".join(name for name, wanted in policies if wanted)
+    )))  # fmt: skip
     lines = [
         header(scale),
         f"# {torchrun(nproc)}",
@@ -111,18 +110,17 @@ def placed(model, device):
 
 def _train(scale: Scale) -> str:
     plan = scale.plan
-    checkpointed = ["checkpoint_blocks(model)"] if plan.checkpointing != "off" else []
     precision = {Precision.FP32: ["model.float()"], Precision.BF16: ["model.float()  # master weights"]}
     matmul = {Precision.FP32: "highest", Precision.TF32: "high"}.get(plan.precision)
     setup = [
         *([f'torch.set_float32_matmul_precision("{matmul}")'] if matmul else []),
         *precision.get(plan.precision, []),
-        *checkpointed,
+        *(["checkpoint_blocks(model)"] if plan.checkpointing != "off" else []),
     ]
-    autocast = scale.engine == "ddp" and plan.precision is Precision.BF16
+    is_cast = scale.engine == "ddp" and plan.precision is Precision.BF16
     call = ["output = model(**part)"]
-    if autocast:
-        call = ["with torch.autocast(device.type, torch.bfloat16):", *indent(call, 4)]
+    if is_cast:
+        call = block("with torch.autocast(device.type, torch.bfloat16)", call)
     return _TRAIN.format(
         setup="".join(f"    {line}\n" for line in setup),
         parts=plan.accumulation,

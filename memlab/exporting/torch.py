@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.exporting.parts import SELECTIVE_CONTEXT, header, indent, optimizer_helper
+from memlab.exporting.parts import SELECTIVE_CONTEXT, block, header, indent, optimizer_helper, wanted
 from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 
@@ -14,16 +14,15 @@ def to_torch(plan: Plan) -> str:
 
 def _torch_imports(plan: Plan) -> str:
     on_disk = Tier.DISK in (plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS))
-    needed = (
+    needed = wanted((
         ("import functools", plan.checkpointing != "off" or plan.tiling > 1),
         ("import itertools", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import os", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import tempfile", on_disk),
         ("", plan.checkpointing != "off" or plan.tiling > 1 or on_disk),
         ("import torch", True),
-        *((line, True) for line in checkpoint_imports(plan)),
-    )
-    return "\n".join([header(plan), *(line for line, wanted in needed if wanted)])
+    ))  # fmt: skip
+    return "\n".join([header(plan), *needed, *checkpoint_imports(plan)])
 
 
 def checkpoint_imports(plan: Plan) -> list[str]:
@@ -31,10 +30,10 @@ def checkpoint_imports(plan: Plan) -> list[str]:
     is_selective = plan.checkpointing == "selective"
     recomputes = plan.checkpointing != "off" or plan.tiling > 1
     names = "checkpoint, create_selective_checkpoint_contexts" if is_selective else "checkpoint"
-    return [
-        *(["from torch.utils._pytree import tree_leaves"] if plan.checkpointing.budget_bytes is not None else []),
-        *([f"from torch.utils.checkpoint import {names}"] if recomputes else []),
-    ]
+    return wanted((
+        ("from torch.utils._pytree import tree_leaves", plan.checkpointing.budget_bytes is not None),
+        (f"from torch.utils.checkpoint import {names}", recomputes),
+    ))  # fmt: skip
 
 
 def _torch_helpers(plan: Plan) -> list[str]:
@@ -50,7 +49,7 @@ def _torch_helpers(plan: Plan) -> list[str]:
         (_STATE_ON_DISK, optimizer_tier is Tier.DISK),
         (_torch_release(plan), _releases(plan) and plan.accumulation == 1),
     )
-    return [code.strip("\n") for code, wanted in helpers if wanted]
+    return [code.strip("\n") for code in wanted(helpers)]
 
 
 COUNT_TARGETS = '''
@@ -272,9 +271,8 @@ def _releases(plan: Plan) -> bool:
 
 def _torch_loop(plan: Plan) -> str:
     body = [*_torch_setup(plan), "losses = []", *_torch_steps(plan), "return losses"]
-    words = '    """Train on dicts of tensors; `model(**batch)` returns a `.loss`. Returns the loss of each batch."""'
-    head = ["def train(model, batches, lr=5e-5):", words]
-    return "\n".join([*head, *indent(body, 4)])
+    words = '"""Train on dicts of tensors; `model(**batch)` returns a `.loss`. Returns the loss of each batch."""'
+    return "\n".join(block("def train(model, batches, lr=5e-5)", [words, *body]))
 
 
 _TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
@@ -325,10 +323,9 @@ def _torch_steps(plan: Plan) -> list[str]:
     if plan.precision is Precision.PURE_BF16:
         cast = "value.bfloat16() if value.is_floating_point() else value"
         step.insert(1, f"batch = {{name: {cast} for name, value in batch.items()}}")
-    loop = ["for batch in batches:", *indent(step, 4)]
-    if plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK:
-        loop = ["with tempfile.TemporaryFile() as state_file:", *indent(loop, 4)]
-    return loop
+    loop = block("for batch in batches", step)
+    is_on_disk = plan.tier_of(Offloaded.OPTIMIZER) is Tier.DISK
+    return block("with tempfile.TemporaryFile() as state_file", loop) if is_on_disk else loop
 
 
 def _torch_budget(plan: Plan) -> list[str]:
@@ -338,18 +335,17 @@ def _torch_budget(plan: Plan) -> list[str]:
     part = f"split(batch, {plan.accumulation})[0]" if plan.accumulation > 1 else "batch"
     choose = [f"checkpoint_blocks(model, {plan.checkpointing.budget_bytes}, lambda: {_torch_call(plan, part)})"]
     autocast = _torch_autocast(plan)
-    lines = [f"with {autocast}:", *indent(choose, 4)] if autocast else choose
-    return ["if not losses:", *indent(lines, 4)]
+    return block("if not losses", block(f"with {autocast}", choose) if autocast else choose)
 
 
 def _torch_gradients(plan: Plan) -> list[str]:
     """Forward and backward of one batch; leaves `total`, the mean loss of the whole batch."""
     if plan.accumulation == 1:
-        return _torch_disk_folder(plan, [*_torch_forward(plan, "batch"), *_torch_backward(plan, "loss"),
+        return _torch_disk_folder(plan, [*_torch_forward(plan, "batch"), _torch_backward(plan, "loss"),
                                          "total = loss.item()"])  # fmt: skip
     weight = "share = count_targets(model, part) / max(1, targets)"
-    empty = ["if share == 0:", "    continue  # nothing to learn from, and its mean loss is not a number"]
-    part = [weight, *empty, *_torch_forward(plan, "part"), *_torch_backward(plan, "(loss * share)")]
+    empty = block("if share == 0", ["continue  # nothing to learn from, and its mean loss is not a number"])
+    part = [weight, *empty, *_torch_forward(plan, "part"), _torch_backward(plan, "(loss * share)")]
     return [
         "targets, total = count_targets(model, batch), 0.0",
         f"for part in split(batch, {plan.accumulation}):",
@@ -358,22 +354,17 @@ def _torch_gradients(plan: Plan) -> list[str]:
 
 
 def _torch_disk_folder(plan: Plan, lines: list[str]) -> list[str]:
-    if plan.tier_of(Offloaded.ACTIVATIONS) is not Tier.DISK:
-        return lines
-    return ["with tempfile.TemporaryDirectory() as folder:", *indent(lines, 4)]
+    is_on_disk = plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK
+    return block("with tempfile.TemporaryDirectory() as folder", lines) if is_on_disk else lines
 
 
 def _torch_forward(plan: Plan, batch: str) -> list[str]:
-    contexts = [context for context in (_torch_autocast(plan), _torch_saved(plan)) if context]
-    lines = [f"loss = {_torch_call(plan, batch)}"]
-    if contexts:
-        lines = [f"with {', '.join(contexts)}:", *indent(lines, 4)]
-    if plan.checkpointing == "selective" and plan.tier_of(Offloaded.ACTIVATIONS):
-        return [
-            "# what selective checkpointing keeps stays on the device: torch 2.13 hides it from these hooks",
-            *lines,
-        ]
-    return lines
+    contexts = ", ".join(filter(None, (_torch_autocast(plan), _torch_saved(plan))))
+    call = [f"loss = {_torch_call(plan, batch)}"]
+    lines = block(f"with {contexts}", call) if contexts else call
+    is_hidden = plan.checkpointing == "selective" and plan.tier_of(Offloaded.ACTIVATIONS)
+    why = "# what selective checkpointing keeps stays on the device: torch 2.13 hides it from these hooks"
+    return [why, *lines] if is_hidden else lines
 
 
 def _torch_call(plan: Plan, batch: str) -> str:
@@ -394,9 +385,9 @@ def _torch_saved(plan: Plan) -> str:
     return "activations_on_disk(model, folder)" if tier is Tier.DISK else on_host
 
 
-def _torch_backward(plan: Plan, loss: str) -> list[str]:
+def _torch_backward(plan: Plan, loss: str) -> str:
     scaled = f"scaler.scale({loss.strip('()')})" if plan.precision is Precision.FP16 else loss
-    return [f"{scaled}.backward()"]
+    return f"{scaled}.backward()"
 
 
 def _torch_updates(plan: Plan) -> list[str]:
@@ -408,7 +399,7 @@ def _torch_updates(plan: Plan) -> list[str]:
     if plan.accumulation == 1:
         return []
     why = "# complete only after the last micro-batch; each gradient goes as it is used"
-    return [why, "for optimizer in optimizers:", *indent(update, 4)]
+    return [why, *block("for optimizer in optimizers", update)]
 
 
 def _torch_update(plan: Plan) -> list[str]:

@@ -10,6 +10,7 @@ from memlab.exporting.parts import (
     offloads_model_states,
     replacement_of,
     torchrun,
+    wanted,
 )
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
@@ -38,12 +39,11 @@ def to_trainer(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
 def _trainer_imports(plan: Plan) -> list[str]:
     is_selective = plan.checkpointing == "selective"
     needs_torch = is_selective or plan.precision is Precision.PURE_BF16 or plan.tier_of(Offloaded.ACTIVATIONS)
-    lines = [
+    return wanted([
         ("import functools\n", is_selective),
         ("import torch", needs_torch),
         ("from torch.utils.checkpoint import create_selective_checkpoint_contexts", is_selective),
-    ]
-    return [line for line, wanted in lines if wanted]
+    ])  # fmt: skip
 
 
 def _trainer_arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
@@ -95,7 +95,7 @@ def _trainer_notes(plan: Plan, scale: Scale | None) -> list[str]:
         (_TRAINER_TILES, plan.tiling > 1),
         (_TRAINER_GRADIENTS, plan.gradients is Gradients.RELEASE),
     )
-    return [text.strip("\n") for text, wanted in notes if wanted]
+    return [text.strip("\n") for text in wanted(notes)]
 
 
 _TRAINER_SELECTIVE = f'''

@@ -33,7 +33,7 @@ class Question:
     """One exercise."""
 
     name: str  # as the notebook calls it, such as "q1"
-    judge: Judge  # None for a right answer, else what is wrong
+    judge: Judge
     because: str  # said when the answer is right
     clue: str  # what to think of
     answer: str  # the solution, in words or code
@@ -77,7 +77,7 @@ class Check:
     """The exercises of a chapter, as attributes.
 
     Example:
-        >>> check = Check([number("q1", 16, "4 + 4 + 8.", "Count the copies.", "16")])
+        >>> check = Check([Question("q1", number(16), "4 + 4 + 8.", "Count the copies.", "16")])
         >>> check.q1(...)
         q1: not attempted. Put your answer in place of ... and run the cell again.
         >>> check.q1(12)
@@ -105,11 +105,11 @@ class UnknownQuestionError(MemlabError, AttributeError):
     """A question that the chapter does not have."""
 
 
-# --- kinds of questions ---------------------------------------------------------------------------
+# --- kinds of answers -----------------------------------------------------------------------------
 
 
-def number(name: str, value: float, because: str, clue: str, answer: str, *, within: float = 0.01) -> Question:
-    """A question whose answer is a number."""
+def number(value: float, *, within: float = 0.01) -> Judge:
+    """Judge a number, which may be off by a share of it."""
 
     def judge(given: Any) -> str | None:
         if isinstance(given, bool) or not isinstance(given, (int, float)):
@@ -118,11 +118,11 @@ def number(name: str, value: float, because: str, clue: str, answer: str, *, wit
             return None
         return f"{given:g} is too {'high' if given > value else 'low'}."
 
-    return Question(name, judge, because, clue, answer)
+    return judge
 
 
-def choice(name: str, options: str, value: str, because: str, clue: str, answer: str) -> Question:
-    """A question whose answer is one of some letters."""
+def choice(options: str, value: str) -> Judge:
+    """Judge one of some letters."""
 
     def judge(given: Any) -> str | None:
         said = str(given).strip().upper()
@@ -130,13 +130,11 @@ def choice(name: str, options: str, value: str, because: str, clue: str, answer:
             return f"{given!r} is none of {', '.join(options)}."
         return None if said == value else f"It is not {said}."
 
-    return Question(name, judge, because, clue, answer)
+    return judge
 
 
-def function(
-    name: str, cases: Sequence[tuple[tuple[Any, ...], float]], because: str, clue: str, answer: str
-) -> Question:
-    """A question whose answer is a function of numbers."""
+def function(cases: Sequence[tuple[tuple[Any, ...], float]]) -> Judge:
+    """Judge a function by what it gives for some arguments."""
 
     def judge(given: Any) -> str | None:
         if not callable(given):
@@ -150,4 +148,4 @@ def function(
                 return f"For ({said}) it gives {float(got):g}, and {wanted:g} is wanted."
         return None
 
-    return Question(name, judge, because, clue, answer)
+    return judge
