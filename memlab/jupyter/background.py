@@ -45,7 +45,7 @@ from torch import nn
 
 from memlab.errors import SessionError
 from memlab.jupyter import cells
-from memlab.jupyter.cells import CellSource, Outcome, Shell
+from memlab.jupyter.cells import CellSource, Outcome, Shell, tell
 from memlab.jupyter.display import show
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Control
@@ -233,7 +233,7 @@ class Job(Observer):
         """Tell in one line what needs no traceback."""
         self.was_cancelled = self._program.was_interrupted
         if self.was_cancelled:
-            print(f"memfit: {error}")  # noqa: T201 - how the cell ended
+            tell(str(error))
         else:
             self.failure = str(error)
             print(f"UsageError: {error}", file=sys.stderr)  # noqa: T201 - as IPython shows it

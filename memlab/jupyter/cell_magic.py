@@ -13,6 +13,7 @@ from IPython.core.error import UsageError
 from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import cells, prediction
 from memlab.jupyter.background import WAYS_OUT, CellPlace
+from memlab.jupyter.cells import tell
 from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.flags import cell_help
 from memlab.jupyter.freeing import calls_for_freeing, free, sentence
@@ -83,7 +84,7 @@ class CellMagic:
     def _run_in_background(self, options: CellOptions, source: cells.CellSource) -> None:
         def work(place: CellPlace) -> None:
             if not options.quiet:
-                print(f"memfit: runs in the background; {WAYS_OUT}")  # noqa: T201 - why the cell is over already
+                tell(f"runs in the background; {WAYS_OUT}")
             self._run(options, source, place)
 
         with one_line():
@@ -163,7 +164,7 @@ class CellMagic:
     def _rescue(self, options: CellOptions, line: Line) -> Callable[[Workload, int | None], Rescuer]:
         def say(text: str) -> None:
             line.clear()  # the one that shows progress; what is said stays above it
-            print(f"memfit: {text}")  # noqa: T201 - it is read while the cell runs
+            tell(text)  # it is read while the cell runs
 
         def rescuer_of(workload: Workload, capacity_bytes: int | None) -> Rescuer:
             history = self._history_of(workload)
@@ -207,7 +208,7 @@ class CellMagic:
         workloads = []
         with cells.beside("the search for the model among the variables"):
             for stale in stale_optimizers(variables, source.python):
-                print(f"memfit: {stale}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
+                tell(stale)  # it trains nothing, which nobody notices in a long cell
                 watch.stale.is_silent = True
             workloads = self._named_in(variables, options, source)
         for workload in workloads or (None,):
@@ -244,7 +245,7 @@ class CellMagic:
 
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
         if watch.failure:
-            print(f"memfit: {watch.failure}")  # noqa: T201 - the cell itself was fine
+            tell(watch.failure)
         if watch.session is None or (watch.refused is not None and not steps):
             return
         if steps:
@@ -263,7 +264,7 @@ class CellMagic:
             if watch.was_passed_by:
                 past = f"{session.usage.how_passed_by}, {said}"
                 why = past if session.usage.passed_by is None else f"{session.usage.passed_by}; nothing was measured"
-            print(f"memfit: {why}")  # noqa: T201
+            tell(why)
 
     def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: CellPlace, keep: frozenset[str]) -> None:
         error = outcome.error
@@ -295,4 +296,4 @@ class CellMagic:
             why = _IN_EVAL_MODE.format(watch.evaluated)
         if options.plan is not None:
             raise UsageError(f"{why}; {options.plan.label} was not applied")
-        print(f"memfit: {why}")  # noqa: T201 - the cell itself was fine
+        tell(why)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError
+from memlab.jupyter.cells import tell
 from memlab.measuring.beside import Beside
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -225,4 +226,4 @@ class StaleOptimizers:
         for each in () if self.is_silent else workloads:
             said = stale_in_step(optimizer, each.model, each.name, self._variables())
             if said is not None:
-                print(f"memfit: {said}")  # noqa: T201 - it trains nothing, which nobody notices in a long cell
+                tell(said)  # it trains nothing, which nobody notices in a long cell

@@ -118,12 +118,13 @@ def run(shell: Shell, source: CellSource) -> Outcome:
     return outcome
 
 
-def _print(text: str) -> None:
-    print(f"memfit: {text}")  # noqa: T201 - what the user reads below the cell
+def tell(text: str) -> None:
+    """Print a line of memlab's own below a cell."""
+    print(f"memfit: {text}")  # noqa: T201
 
 
 @contextmanager
-def beside(what: str, say: Callable[[str], None] = _print) -> Iterator[None]:
+def beside(what: str, say: Callable[[str], None] = tell) -> Iterator[None]:
     """Say what of memlab's own work for a cell failed: its error is none of the cell's, and ends nothing.
 
     What memlab refuses is raised.

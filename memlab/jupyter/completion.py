@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,6 @@ from memlab.plan.fields import ENGINES
 from memlab.units import GIB
 
 _LINE = re.compile(r"^\s*(%{0,2}memfit)\s(.*)$", re.DOTALL)
-_QUOTES = "\"'"
 _WORDS = tuple(word.word for word in WORDS)
 _WITH_PLAN = frozenset({"switch", "export", *PREDICT_FLAGS}) - {"panel"}
 _OF_FILES = frozenset({"record", "replay", "snapshot"})
@@ -57,26 +57,23 @@ def completions(text: str, variables: Mapping[str, Any]) -> tuple[str, tuple[str
     if line[2].count('"') % 2:
         found = (each.strip('"') for each in found)
     fitting = (each for each in found if each.lstrip('"').lower().startswith(piece.lower()) and each != piece)
-    return piece, tuple(dict.fromkeys(fitting))
+    # a word with a quote in its middle, or after it, is not what stands in the line
+    return piece, tuple(dict.fromkeys(fitting)) if text.endswith(piece) else ()
 
 
 def _split(text: str) -> list[str]:
     """Words of a line, quotes left out; the last one is what is being typed, and may be empty."""
-    words, inside = [""], ""
-    for letter in text:
-        if inside or letter in _QUOTES:
-            inside = "" if letter == inside else inside or letter
-            words = [*words, ""] if letter in _QUOTES and inside == letter and words[-1] else words
-        elif letter.isspace():
-            words.append("")
-            continue
-        if letter not in _QUOTES:
-            words[-1] += letter
-    if inside:
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
+    words = []
+    try:
+        while (word := lexer.get_token()) is not None:
+            words.append(word)
+    except ValueError:
         # a plan in quotes that is still open: its flags are words of their own
-        *done, last = words
-        return [*(word for word in done if word), *last.split(" ")]
-    return [*(word for word in words[:-1] if word), words[-1]]
+        words += lexer.token.split(" ")
+        return words
+    return words if text and not text[-1].isspace() else [*words, ""]
 
 
 def _in_line(before: list[str], piece: str, variables: Mapping[str, Any]) -> Iterator[str]:

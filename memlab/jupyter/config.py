@@ -26,8 +26,7 @@ class MemLab(Configurable):
     ).tag(config=True)
     predict = Bool(True, help="show in comparisons what was predicted for the plans measured").tag(config=True)
     predict_cells = Bool(
-        False,
-        help="predict the plans of a %%memfit cell before its receipt is shown, which takes a second or more",
+        False, help="predict the plans of a %%memfit cell before its receipt is shown, which takes a second or more"
     ).tag(config=True)
     quiet = Bool(False, help="show no progress while a cell trains").tag(config=True)
     rescue = Bool(True, help="change the plan of a %%memfit cell and go on when memory runs out").tag(config=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -85,22 +84,21 @@ class Freeing:
         print(sentence(freed, how, holders_of_graphs(variables)))  # noqa: T201 - what happened to the variables
 
 
-@dataclass(frozen=True)
-class Freed:
-    """The memory freed. On a CPU there is no counter to ask; both numbers are None where CUDA is not in use."""
+def free(errors: Iterable[BaseException]) -> str:
+    """Let go of what the functions behind errors hold, and give cached memory back to the device.
 
-    before_bytes: int | None = None
-    after_bytes: int | None = None
-
-
-def free(errors: Iterable[BaseException]) -> Freed:
-    """Let go of what the functions behind errors hold, and give cached memory back to the device."""
+    Returns:
+        What that came to, as on a GPU "CUDA: 8.00 GiB → 1.00 GiB allocated"; empty on a CPU, which has no counter to ask.
+    """
     before_bytes = _allocated_bytes()
     for error in errors:
         # the frame that caught the error is IPython's, which hides itself by one of its variables
         release(error, until=_first_frame(error))
     collect()
-    return Freed(before_bytes, _allocated_bytes())
+    after_bytes = _allocated_bytes()
+    if before_bytes is None or after_bytes is None:
+        return ""
+    return f"CUDA: {format_bytes(before_bytes)} → {format_bytes(after_bytes)} allocated"
 
 
 def calls_for_freeing(error: BaseException) -> bool:
@@ -130,17 +128,15 @@ def holders_of_graphs(variables: Mapping[str, Any]) -> list[str]:
     return [name for name, value in variables.items() if not name.startswith("_") and _has_graph(value)]
 
 
-def sentence(freed: Freed, how: str, holders: list[str]) -> str:
+def sentence(freed: str, how: str, holders: list[str]) -> str:
     """One line for the user.
 
     Example:
-        >>> sentence(Freed(8 * 2**30, 2**30), "failed", ["loss"])  # doctest: +NORMALIZE_WHITESPACE
+        >>> sentence("CUDA: 8.00 GiB → 1.00 GiB allocated", "failed", ["loss"])  # doctest: +NORMALIZE_WHITESPACE
         'memfit: freed what the functions of the failed cell held (CUDA: 8.00 GiB → 1.00 GiB allocated);
          variables may hold more: del loss; for %debug with variables: %config MemLab.free = False, and run it again'
     """
-    numbers = ""
-    if freed.before_bytes is not None and freed.after_bytes is not None:
-        numbers = f" (CUDA: {format_bytes(freed.before_bytes)} → {format_bytes(freed.after_bytes)} allocated)"
+    numbers = f" ({freed})" if freed else ""
     parts = [
         f"memfit: freed what the functions of the {how} cell held{numbers}",
         f"variables may hold more: del {', '.join(holders)}" if holders else "",

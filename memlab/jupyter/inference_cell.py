@@ -10,6 +10,7 @@ from torch import nn
 
 from memlab.inferring.inference import Inference, explained, inference, inference_of
 from memlab.jupyter import cells
+from memlab.jupyter.cells import tell
 from memlab.jupyter.display import show
 from memlab.jupyter.first_call import FirstCall
 from memlab.jupyter.history import History
@@ -85,7 +86,7 @@ class InferenceCell:
     def _show_receipt(self, options: CellOptions, *, is_whole: bool) -> None:
         run = self._run_of_model
         if run is None or not run.records:
-            print(f"memfit: {_NO_MODEL if run is None else _NO_CALL}")  # noqa: T201 - the cell itself was fine
+            tell(_NO_MODEL if run is None else _NO_CALL)
             return
         for record in run.records:
             said = lines(record)

@@ -12,6 +12,7 @@ import torch
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export, parsed
 from memlab.jupyter import prediction
+from memlab.jupyter.cells import tell
 from memlab.jupyter.display import PredictedPlans, show, show_picture
 from memlab.jupyter.flags import WORDS, line_help
 from memlab.jupyter.history import History
@@ -106,7 +107,7 @@ class LineMagic:
                 show_picture(self._notebook.shell, predicted_plans, self._notebook.config)
                 return predicted_plans
         workload = prediction.only_one("predict", workloads)
-        print(f"memfit: {why}; so one step of the plan as written is measured")  # noqa: T201
+        tell(f"{why}; so one step of the plan as written is measured")
         with self._device_of(workload) as device, self._notebook.saying() as say:
             return prediction.measured_instead(workload, device, say)
 
@@ -132,7 +133,7 @@ class LineMagic:
             )
         history.plan_space = found.predictions
         show_picture(self._notebook.shell, found, config)
-        print(f"memfit: to apply it: %memfit {str(found.plan) or '--accumulate 1'}")  # noqa: T201
+        tell(f"to apply it: %memfit {str(found.plan) or '--accumulate 1'}")
         return found
 
     def _ablation(self, words: list[str]) -> Ablation:
@@ -154,7 +155,7 @@ class LineMagic:
             )
         found = replace(found, title=f"memfit ablation · {found.title}")
         show_picture(self._notebook.shell, found, self._notebook.config)
-        print(f"memfit: to apply it: %memfit {found.plan if found.plan != Plan().label else '--accumulate 1'}")  # noqa: T201
+        tell(f"to apply it: %memfit {found.plan if found.plan != Plan().label else '--accumulate 1'}")
         return found
 
     def _snapshot(self, words: list[str]) -> None:
@@ -170,7 +171,7 @@ class LineMagic:
             is_recorded = not options.predicted and workload.device.type == "cuda"
             say(f"{'recording' if is_recorded else 'predicting'} a step of {plan.label}")
             file = save_snapshot(options.words[0], workload, plan, options.device, measured=is_recorded)
-        print(f"memfit: {plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")  # noqa: T201
+        tell(f"{plan.label}, saved to {file}; open it at https://docs.pytorch.org/memory_viz")
 
     def _compare(self, words: list[str]) -> Comparison:
         if not words:
@@ -203,13 +204,13 @@ class LineMagic:
         where = f" on {' and '.join(each.workload.name for each in together)}" if others else ""
         when = "" if now else " at the next step"
         said = f"{before.label} → {plan.label}{where}{when}" if before != plan else f"{plan.label} is in force{where}"
-        print(f"memfit: {said}")  # noqa: T201
+        tell(said)
 
     def _wait(self, words: list[str]) -> None:
-        print(f"memfit: {self._notebook.background.wait()}")  # noqa: T201
+        tell(self._notebook.background.wait())
 
     def _cancel(self, words: list[str]) -> None:
-        print(f"memfit: {self._notebook.background.cancel()}")  # noqa: T201
+        tell(self._notebook.background.cancel())
 
     def _undo(self, words: list[str]) -> None:
         everywhere = words == ["all"]
@@ -223,12 +224,12 @@ class LineMagic:
             history = self._notebook.histories.get(model)
             if history is not None:
                 history.batch = history.tape = None
-            print(f"memfit: {session.workload.name} is as it was")  # noqa: T201
+            tell(f"{session.workload.name} is as it was")
         left = [f"{session.plan.label} on {session.workload.name}" for session in sessions() if session.plan != Plan()]
         if left:
-            print(f"memfit: still in force: {', '.join(left)}; %memfit undo all removes it")  # noqa: T201
+            tell(f"still in force: {', '.join(left)}; %memfit undo all removes it")
         if not undone:
-            print("memfit: nothing to undo")  # noqa: T201
+            tell("nothing to undo")
 
     def _export(self, words: list[str]) -> None:
         to = words.pop(0) if words and not words[0].startswith("-") else "torch"
@@ -246,14 +247,14 @@ class LineMagic:
         device = device_for(where, self._notebook.config.capacity_bytes)
         device.close()
         limit = "" if self._notebook.config.capacity else ", with the memory it has"
-        print(f"memfit: memory is counted on {device.name}{limit}")  # noqa: T201
+        tell(f"memory is counted on {device.name}{limit}")
 
     def _record(self, words: list[str]) -> None:
         file = _file_in(words, "record")
         control = self._notebook.control()
         record = self._notebook.history().record(control.moment() if control is not None else None)
         record.save(file)
-        print(f"memfit: saved to {file}; %memfit replay shows it again, on a machine without a GPU as well")  # noqa: T201
+        tell(f"saved to {file}; %memfit replay shows it again, on a machine without a GPU as well")
 
     def _replay(self, words: list[str]) -> Comparison:
         record = RunRecord.load(_file_in(words, "replay"))

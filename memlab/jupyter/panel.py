@@ -16,7 +16,7 @@ from typing import Any
 
 from memlab.errors import MissingExtraError, SessionError
 from memlab.exporting import export
-from memlab.jupyter.cells import Shell
+from memlab.jupyter.cells import Shell, tell
 from memlab.jupyter.comms import Hearing, let_through
 from memlab.jupyter.controls import MAGIC, Controls, fixed
 from memlab.jupyter.display import is_rich, show
@@ -176,7 +176,7 @@ class Panels:
         try:
             self._open[cell] = panel = Panel(source, Hearing(getattr(shell, "kernel", None)))
         except MissingExtraError as missing:
-            print(f"memfit: a table without controls, because {missing}")  # noqa: T201
+            tell(f"a table without controls, because {missing}")
             self._open[cell] = SavedView(source)
             return None
         return panel

@@ -100,7 +100,7 @@ def predict_options(command: str, words: list[str]) -> PredictOptions:
         every="all" in given,
         predicted="predicted" in given,
         steps=_count("--steps", given.get("steps", "5"), "steps", "3"),
-        nproc=processes(given["nproc"]) if "nproc" in given else 1,
+        nproc=processes(given.get("nproc", "1")),
         scale=_predicted_scale(plan, engine, given, quoted),
     )
 
@@ -187,7 +187,7 @@ def cell_options(line: str) -> CellOptions:
         rescue="no_rescue" not in given,
         background="background" in given,
         inference="inference" in given,
-        nproc=processes(given["nproc"]) if "nproc" in given else 1,
+        nproc=processes(given.get("nproc", "1")),
         scale=_scale(plan, engine, given),
         quiet="quiet" in given,
         help="help" in given,

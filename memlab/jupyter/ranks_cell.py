@@ -9,6 +9,7 @@ from IPython.core.error import UsageError
 
 from memlab.errors import ScaleError, WorkloadError
 from memlab.jupyter import cells, prediction
+from memlab.jupyter.cells import tell
 from memlab.jupyter.display import show
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
@@ -81,13 +82,13 @@ class RanksCell:
             kept.extend(now) if isinstance(kept, list) else kept.update(now)
         variables.update(brought.assigned)
         for name, reason in brought.left.items():
-            print(f"memfit: {name} stays on the ranks: {reason}")  # noqa: T201 - it is missing here
+            tell(f"{name} stays on the ranks: {reason}")
 
     def _show(self, workload: Workload, launched: Launched, scale: Scale, nproc: int) -> None:
         self._notebook.remember(workload)
         seconds = launched.seconds
-        print(  # noqa: T201 - what the way there cost
-            f"memfit: {len(launched.steps)} steps on {nproc} processes; {seconds['out']:.1f} s to send, "
+        tell(
+            f"{len(launched.steps)} steps on {nproc} processes; {seconds['out']:.1f} s to send, "
             f"{seconds['there']:.1f} s there, {seconds['back']:.1f} s to return"
         )
         if launched.comparison is not None:

@@ -62,8 +62,6 @@ def control_of(model: nn.Module) -> Control:
 
 
 class _Steps(Observer):
-    """Tells of the end of each step."""
-
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
 
@@ -108,7 +106,6 @@ class Control(Observer):
 
     @property
     def session(self) -> Session | None:
-        """The session of the model, while it is attached."""
         return self.model.session
 
     def follow(self, session: Session) -> None:
@@ -486,7 +483,6 @@ class Control(Observer):
         self._draw_soon()
 
     def _attached(self) -> Session:
-        """A session on the model, made if there is none."""
         session = self.model.attached()
         self.follow(session)
         return session

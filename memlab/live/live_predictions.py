@@ -57,7 +57,11 @@ class LivePredictions:
         by which times are calibrated.
         """
         self.is_complete = False
-        self._begin(workload, is_calibrated=measured is not None)
+        made_for = (Batch.of(workload.batch).shapes, measured is not None, tape_of([workload]) is not None)
+        with self._lock:
+            if self._made_for not in (None, made_for):
+                self._predictions.clear()
+            self._made_for = made_for
         wanted = [*settings_beside(plan), *settings_beside(Plan()), *(considered(workload, None) if every else ())]
         missing = [each for each in dict.fromkeys(wanted) if each.label not in self._predictions]
         for number, prediction in enumerate(predict_each(workload, missing, measured=measured), 1):
@@ -76,13 +80,6 @@ class LivePredictions:
                 f"{format_bytes(smallest.needed_bytes)}"
             )
         return Plan.of_label(best.plan)
-
-    def _begin(self, workload: Workload, *, is_calibrated: bool) -> None:
-        made_for = (Batch.of(workload.batch).shapes, is_calibrated, tape_of([workload]) is not None)
-        with self._lock:
-            if self._made_for not in (None, made_for):
-                self._predictions.clear()
-            self._made_for = made_for
 
 
 def calibration(measurements: Iterable[Measurement], workload: Workload) -> Measurement | None:

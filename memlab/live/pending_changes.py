@@ -72,7 +72,7 @@ class PendingChanges:
 
         Where the reason begins with the name of a setting (`RefusalError`), that one alone is refused.
         """
-        changed = {spec.name: _value(plan, spec) for spec in FIELDS if _value(plan, spec) != _value(self.plan, spec)}
+        changed = {name: _value(plan, BY_NAME[name]) for name in plan.changes(self.plan)}
         named = reason.partition(":")[0]
         for field, wanted in changed.items():
             toggle = self.toggle(field)

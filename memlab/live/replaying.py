@@ -24,7 +24,7 @@ from memlab.live.feed import Track
 from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
 from memlab.live.views import Drawn, Views
-from memlab.plan import FIELDS, Plan
+from memlab.plan import Plan
 from memlab.plan.fields import BY_NAME
 from memlab.records import Prediction, fastest
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
@@ -154,9 +154,8 @@ class Replay:
             self._refused.clear()
             before, _ = plan_of(self._label)
             if not _is(self._label, plan) and not self._go_to(plan):
-                for spec in FIELDS:
-                    if getattr(plan, spec.name) != getattr(before, spec.name):
-                        self._refuse(spec.name, spec.text(getattr(plan, spec.name)), self._not_recorded(plan))
+                for name in plan.changes(before):
+                    self._refuse(name, BY_NAME[name].text(getattr(plan, name)), self._not_recorded(plan))
         self._draw()
 
     def set_budget(self, budget_bytes: int | None) -> None:

@@ -89,9 +89,10 @@ class Models:
         if len(self) < 2:
             return
         states = {id(p): state for o in self.optimizers for p, state in o.state.items()}
-        for number, model in (
-            (number, model) for number, ref in enumerate(self._refs, 1) if (model := ref()) is not None
-        ):
+        for number, ref in enumerate(self._refs, 1):
+            model = ref()
+            if model is None:
+                continue
             held = (t for of in (parameters_of(model), gradients_of(model)) for _, t in of)
             self._ledger.belong(number, held)
             self._ledger.belong(number, (t for p in model.parameters() for t in tensors_in(states.get(id(p), ()))))

@@ -7,9 +7,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,13 +71,13 @@ def measure(
     wanted = Plan.of(plan)
     require_steps(steps)
     workloads = each_of(workload)
-    counted_on = device or device_for(workloads[0].device)
-    try:
-        with _rehearsals(workloads, wanted, keep=keep) as sessions:
-            return _measured_in(sessions, workloads, _recorded_step(workloads, keep=keep), wanted, steps, counted_on)
-    finally:
-        if device is None:
-            counted_on.close()
+    with given_or_for(device, workloads[0]) as counted_on, _rehearsals(workloads, wanted, keep=keep) as sessions:
+        return _measured_in(sessions, workloads, _recorded_step(workloads, keep=keep), wanted, steps, counted_on)
+
+
+def given_or_for(device: Device | None, workload: Workload) -> AbstractContextManager[Device]:
+    """A device that was given, which stays open, or the workload's own for as long as it is needed."""
+    return nullcontext(device) if device is not None else closing(device_for(workload.device))
 
 
 def each_of(workload: Workloads) -> list[Workload]:
@@ -207,7 +206,8 @@ def training_step(workload: Workload, *, needs_loss: bool = True) -> float:
         except WorkloadError:
             if needs_loss:
                 raise
-            loss = torch.stack([each.float().mean() for each in tree_leaves(output) if _has_graph(each)]).sum()
+            tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+            loss = torch.stack([tensor.float().mean() for tensor in tensors]).sum()
         del output
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
@@ -270,7 +270,11 @@ def _measured_in(
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)
     meter.tape = tape
-    step = partial(_in_turn, workloads) if tape is None else replayed(workloads, tape)
+
+    def in_turn() -> float:
+        return sum(training_step(each, needs_loss=len(workloads) == 1) for each in workloads)
+
+    step = in_turn if tape is None else replayed(workloads, tape)
     try:
         meter.plan_changed(plan)
         # those that are observed in detail are not timed
@@ -278,12 +282,8 @@ def _measured_in(
         measurement = meter.measurement(plan)
     finally:
         meter.close()
-    return _with(measurement, losses, tuple(note for each in sessions for note in each.notes))
-
-
-def _in_turn(workloads: Sequence[Workload]) -> float:
-    """One step of each workload; returns the sum of their losses."""
-    return sum(training_step(each, needs_loss=len(workloads) == 1) for each in workloads)
+    notes = (note for each in sessions for note in each.notes)
+    return replace(measurement, losses=tuple(filter(math.isfinite, losses)), notes=(*measurement.notes, *notes))
 
 
 def replayed(workloads: Sequence[Workload], tape: Tape) -> Callable[[], float]:
@@ -301,15 +301,6 @@ def replayed(workloads: Sequence[Workload], tape: Tape) -> Callable[[], float]:
         return math.nan
 
     return step
-
-
-def _with(measurement: Measurement, losses: list[float], notes: tuple[str, ...]) -> Measurement:
-    finite = tuple(loss for loss in losses if math.isfinite(loss))
-    return replace(measurement, losses=finite, notes=(*measurement.notes, *notes))
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def output_of(workload: Workload) -> Any:

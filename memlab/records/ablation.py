@@ -19,7 +19,8 @@ import math
 from dataclasses import dataclass, replace
 
 from memlab.errors import MemlabError
-from memlab.plan import FIELDS, Plan, PlanField
+from memlab.plan import Plan, PlanField
+from memlab.plan.fields import BY_NAME
 from memlab.records import Measurement, Prediction, Profile, ratio
 from memlab.records.comparison import NO_GAIN, speed_ratio, where_the_peak_is
 from memlab.records.measurement import Shown
@@ -167,8 +168,7 @@ def technique_words(before: Plan, after: Plan) -> str:
         >>> technique_words(Plan(), Plan.parse("--adam8bit"))
         'Optimizer: 8-bit Adam; changes numerics'
     """
-    changed = [spec for spec in FIELDS if getattr(after, spec.name) != getattr(before, spec.name)]
-    said = ", ".join(_setting_words(spec, before, after) for spec in changed)
+    said = ", ".join(_setting_words(BY_NAME[name], before, after) for name in after.changes(before))
     return f"{said}; {'same gradient' if after.has_numbers_of(before) else 'changes numerics'}"
 
 

@@ -35,8 +35,6 @@ _PALE = 0.35
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a picture."""
-
     label: str  # flags
     end_bytes: int  # where its bar ends
     text: str  # behind the bar

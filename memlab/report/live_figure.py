@@ -22,19 +22,7 @@ from memlab.report.live_memory import (
     share_below,
 )
 from memlab.report.live_settings import map_key, map_traces, predicted, speed_traces, with_trials
-from memlab.report.live_sheet import (
-    INSIDE,
-    LEFT,
-    LOWER,
-    MAP,
-    RIGHT,
-    SPEEDS,
-    TIMES,
-    UPPER,
-    Sheet,
-    sheet_of,
-    shortened,
-)
+from memlab.report.live_sheet import INSIDE, LEFT, LOWER, MAP, RIGHT, SPEEDS, TIMES, UPPER, Sheet, sheet_of, shortened
 from memlab.report.pareto import SPEED_NAME, Chart
 from memlab.report.segments import BUDGET, NEUTRAL_INK, finite, scale
 from memlab.units import format_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from memlab.plan import Plan
 from memlab.records import Fit, Measurement, Prediction, speed_of
 from memlab.records.comparison import FoundPlan
 from memlab.report.ranking import pareto_front, verdict_words
@@ -116,7 +117,7 @@ def chart(
     """Reduce predictions and trials to a picture."""
     known = [each for each in predictions if not each.refused and speed_of(each)]
     on_front = {each.plan for each in pareto_front(known)}
-    drawn = _thinned(known, on_front | {each.plan for each in measurements} | {"as written"})
+    drawn = _thinned(known, on_front | {each.plan for each in measurements} | {Plan().label})
     points = {each.plan: _point(each, budget_bytes, on_front) for each in drawn}
     reserved = any(each.peak_reserved_bytes is not None for each in known)
     trials = tuple(_trial(each, points.get(each.plan), found) for each in measurements)
@@ -186,7 +187,7 @@ def _labelled(front: Sequence[Point], budget_bytes: int | None, found: str) -> t
     fitting = [point for point in front if budget_bytes is None or point.look is LOOKS[Fit.YES]]
     best = found or (fitting[-1].plan if fitting else "")
     ends = [point.plan for point in (*front[:1], *front[-1:])]
-    return tuple(dict.fromkeys(plan for plan in ("as written", best, *ends) if plan))
+    return tuple(dict.fromkeys(plan for plan in (Plan().label, best, *ends) if plan))
 
 
 def hover(point: Point | Trial) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from memlab.plan import Plan
 from memlab.records import Fit, Prediction, speed_of
 from memlab.units import format_bytes
 
@@ -42,7 +43,7 @@ def rank(predictions: Sequence[Prediction], budget_bytes: int | None = None) -> 
     known = [each for each in predictions if not each.refused]
     if not known:
         return None
-    first = next((each for each in known if each.plan == "as written"), known[0])
+    first = next((each for each in known if each.plan == Plan().label), known[0])
     front = frozenset(each.plan for each in pareto_front(known))
     others = [each for each in known if each is not first]
     if budget_bytes is None:

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from memlab.errors import MemlabError, MissingExtraError, PlanError, RefusalError, TraceError
-from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import require_complete, require_steps, rows_of, say_when_long
+from memlab.measuring.device import Device
+from memlab.measuring.runs import given_or_for, require_complete, require_steps, rows_of, say_when_long
 from memlab.plan import Plan, Precision
 from memlab.plan.savings import more_micro_batches, to_measure
 from memlab.plan.space import half_format
@@ -93,16 +93,12 @@ def ablation(
     require_steps(steps)
     budget_bytes = None if budget == "" else bytes_of(budget)
     require_complete(workload)
-    counted_on = device or device_for(workload.device)
-    try:
+    with given_or_for(device, workload) as counted_on:
         run = _Ablating(
             workload, start, wanted, order, budget_bytes, lambda plan: run_trial(workload, plan, steps, counted_on)
         )
         found = run.measured(progress or say_when_long("ablation:"))
         return replace(found, title=f"{workload.describe().rpartition(' · ')[0]} · {counted_on.name}")
-    finally:
-        if device is None:
-            counted_on.close()
 
 
 def default_techniques(

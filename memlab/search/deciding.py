@@ -216,16 +216,15 @@ class Search:
         return estimate.likelihood * _expected_excess(best_log_seconds - estimate.log_seconds, estimate.deviation)
 
     def _estimate(self, candidate: Candidate) -> Estimate:
-        estimate = self._estimates.get(candidate.plan)
-        if estimate is None:
-            estimate = self._estimates[candidate.plan] = self._look(candidate)
-        return estimate
-
-    def _look(self, candidate: Candidate) -> Estimate:
+        known = self._estimates.get(candidate.plan)
+        if known is not None:
+            return known
         error, deviation = self._time.expected(candidate.plan)
         low, middle, high = self._corrected_bytes(candidate)
         likelihood = _share_below(math.log(self._budget_bytes), low, high)
-        return Estimate(candidate.log_seconds + error, deviation, (low, middle, high), likelihood)
+        estimate = Estimate(candidate.log_seconds + error, deviation, (low, middle, high), likelihood)
+        self._estimates[candidate.plan] = estimate
+        return estimate
 
     def _corrected_bytes(self, candidate: Candidate) -> tuple[float, float, float]:
         """The predicted interval, moved by what is known of its error and narrowed by how well it is known."""
