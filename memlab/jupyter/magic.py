@@ -47,7 +47,7 @@ class MagicMemfit:
     """Registrations in one shell."""
 
     def __init__(self, shell: Any) -> None:
-        self._notebook = notebook = Notebook(shell)
+        self.notebook = notebook = Notebook(shell)
         self.cell = CellMagic(notebook)
         self.line = LineMagic(notebook)
         self._undo = ExitStack()
@@ -59,7 +59,7 @@ class MagicMemfit:
         Raises:
             SessionError: a background cell does not end; everything is as it was.
         """
-        self._notebook.background.close()
+        self.notebook.background.close()
         for session in sessions():
             session.undo()
         self._undo.close()

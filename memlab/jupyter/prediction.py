@@ -73,15 +73,23 @@ def workloads_of(
         raise WorkloadError(
             f"%memfit {command} needs a model: no variable of this notebook is a trainable torch.nn.Module; make it first"
         )
-    if len(found) > 1:
+    workloads = [with_loop(each, history_of) for each in found]
+    if len(workloads) > 1:
         _require_no_batch(options, found)
-        if needs_batch:
-            for each in found:
-                _require_batch(command, history_of(each.model).batch)
-        return [with_loop(each, history_of) for each in found]
-    workload = with_loop(found[0], history_of)
-    if workload.loss_fn is None and all(each.workload.model is not workload.model for each in together):
-        workload.batch = None  # the last cell trained other models
+    else:
+        if workloads[0].loss_fn is None and all(each.workload.model is not found[0].model for each in together):
+            workloads[0].batch = None  # the last cell trained other models
+        _take_named(workloads[0], options, namespace)
+    if needs_batch and any(each.batch is None for each in workloads):
+        raise WorkloadError(
+            f"%memfit {command} needs a batch: run one training cell with %%memfit first (again after %memfit undo), or pass --batch NAME "
+            "(a variable of this notebook)"
+        )
+    return workloads
+
+
+def _take_named(workload: Workload, options: PredictOptions, namespace: Mapping[str, Any]) -> None:
+    """Give a workload the batch and the loss function that a line names."""
     if options.batch:
         values = tuple(_variable(namespace, "--batch", name) for name in options.batch)
         workload.batch = values[0] if len(values) == 1 else values
@@ -97,17 +105,6 @@ def workloads_of(
             )
         if len(options.batch) != 2:
             raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
-    if needs_batch:
-        _require_batch(command, workload.batch)
-    return [workload]
-
-
-def _require_batch(command: str, batch: Any) -> None:
-    if batch is None:
-        raise WorkloadError(
-            f"%memfit {command} needs a batch: run one training cell with %%memfit first (again after %memfit undo), or pass --batch NAME "
-            "(a variable of this notebook)"
-        )
 
 
 def with_loop(live: Workload, history_of: Callable[[nn.Module], History]) -> Workload:

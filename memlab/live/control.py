@@ -304,7 +304,6 @@ class Control(Observer):
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
     def watch(self, drawn: Drawn, after_seconds: float = 0.0) -> Callable[[], None]:
-        """Have a view drawn when something has changed, or not before a while is over; returns what ends that."""
         return self.views.watch(drawn, after_seconds)
 
     @property
@@ -361,7 +360,6 @@ class Control(Observer):
         self._changed()
 
     def run(self, *, keep: bool) -> None:
-        """Train on the batch at hand until cancelled; steps that are not kept leave nothing behind."""
         self.views.errors.clear()
         self._when_idle(lambda: self._run(keep=keep))
 
@@ -392,7 +390,6 @@ class Control(Observer):
         self._changed()
 
     def predict(self) -> None:
-        """Predict what each setting would change, while no cell runs."""
         self._when_idle(self._predict)
 
     def find(self) -> None:

@@ -51,7 +51,7 @@ from memlab.measuring.observation import (
     Observation,
     RawEvent,
 )
-from memlab.measuring.operator_effects import EFFECTS, OperatorEffect, effect_of
+from memlab.measuring.operator_effects import EFFECTS, OperatorEffect
 from memlab.records import Category, Phase
 from memlab.runtime.dispatch import WatchingMode, defers, is_within_compiled_call
 from memlab.runtime.interrupts import uninterrupted
@@ -236,9 +236,7 @@ class Ledger(WatchingMode):
             return NotImplemented
         first = self._born
         out = func(*args, **kwargs) if kwargs else func(*args)
-        effect = EFFECTS.get(func)
-        if effect is None:
-            effect = effect_of(func)
+        effect = EFFECTS[func]
         if not effect or not self.watching:
             return out
         try:

@@ -19,16 +19,21 @@ _RESIZING = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
 _BEARING_VIEWS = frozenset({"aten::lift_fresh"})
 # their schemas promise a new tensor, but it shares its input's storage
 _UNSAFE_VIEWS = frozenset({"aten::_unsafe_view"})
-# what has been learnt, for paths so hot that a call is too slow
-EFFECTS: dict[Any, int] = {}
+
+
+class _Effects(dict[Any, int]):
+    def __missing__(self, operator: Any) -> int:
+        effect = self[operator] = _learn_effect(getattr(operator, "_schema", None))
+        return effect
+
+
+# by operator, learnt when first looked up; for paths so hot that a call is too slow
+EFFECTS = _Effects()
 
 
 def effect_of(operator: Any) -> int:
-    """Look up, or learn, what an operator can do to storages."""
-    effect = EFFECTS.get(operator)
-    if effect is None:
-        effect = EFFECTS[operator] = _learn_effect(getattr(operator, "_schema", None))
-    return effect
+    """Return what an operator can do to storages."""
+    return EFFECTS[operator]
 
 
 def _learn_effect(schema: Any) -> int:
