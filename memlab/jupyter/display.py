@@ -76,7 +76,6 @@ class PredictedPlans:
 
     @property
     def sentence(self) -> str:
-        """All of it in one sentence."""
         return tables.predictions_sentence(self.predictions, self.budget_bytes)
 
     @property

@@ -93,7 +93,8 @@ class History:
 
     def record(self, moment: Moment | None = None) -> RunRecord:
         """Return all of it as one value to save, with what a panel shows of the run, so that it can be replayed in one."""
-        considered = {each.plan: replace(each, timeline=()) for each in self.plan_space}
+        predicted = (*self.plan_space, *(moment.predictions if moment is not None else ()))
+        considered = {each.plan: replace(each, timeline=()) for each in predicted}
         record = RunRecord(
             self.require(),
             tuple(self.steps),
@@ -103,10 +104,8 @@ class History:
         )
         if moment is None:
             return record
-        considered |= {each.plan: replace(each, timeline=()) for each in moment.predictions}
         return replace(
             record,
-            predictions=tuple(considered.values()),
             title=moment.title,
             capacity_bytes=moment.capacity_bytes,
             budget_bytes=moment.budget_bytes,

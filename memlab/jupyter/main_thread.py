@@ -159,10 +159,7 @@ class PlayedSteps:
         self.take_turn()
 
     def cancel(self) -> None:
-        """Close the iterator after the step under way, so that it puts back what it changed.
-
-        Other work of the main thread closes it at once, so that it comes to nothing that is still changed.
-        """
+        """Close the iterator after the step under way; other work of the main thread closes it at once, and finds nothing changed."""
         self._is_cancelled = True
         steps = self._steps
         if steps is not None and self._stage.is_working and not self._is_advancing:

@@ -99,7 +99,6 @@ class Control(Observer):
         self._playing: Playing | None = None
         self._predicting: Playing | None = None
         self._is_predictable = True
-        self._meter: Meter | None = None
         self._lock = threading.RLock()
 
     # -- what it follows -----------------------------------------------------------------------
@@ -119,7 +118,7 @@ class Control(Observer):
         self._pending_changes.plan = session.plan
         if session.pending is not None:
             self._pending_changes.ask_plan(session.pending)
-        if self._meter is None and self.feed.step == 0:
+        if self.feed.meter is None and self.feed.step == 0:
             self._title = f"memfit · {session.workload.describe()}"
 
     def begin(self, workload: Workload, capacity_bytes: int | None = None, budget_bytes: int | None = None) -> None:
@@ -186,7 +185,6 @@ class Control(Observer):
             self._live_predictions.know(predictions)
 
     def _watch(self, session: Session, meter: Meter, activity: Activity) -> None:
-        self._meter = meter
         is_beside = threading.current_thread() is not threading.main_thread()
         self.world = "the cell trains in the background: clicks are applied at the next step" if is_beside else ""
         self.capacity_bytes = meter.device.capacity_bytes
@@ -201,7 +199,6 @@ class Control(Observer):
     def training_ended(self) -> None:
         with self._lock:
             self.feed.end()
-        self._meter = None
         self.world = ""
         if self._is_beside:
             self._hold, self._is_beside = Hold(), False
@@ -220,10 +217,11 @@ class Control(Observer):
 
     def step_boundary(self) -> None:
         """Stand still, or end, where that was asked for."""
-        # the loop is not between two steps where another of its models has been called and not stepped
-        others = self.session.companions if self._is_beside and self.session is not None else ()
-        if self._hold.is_off or any(each.position.is_within_step for each in others):
+        if self._hold.is_off:
             return
+        session = self.session if self._is_beside else None
+        if session is not None and any(each.position.is_within_step for each in session.companions):
+            return  # another model of the loop has been called and not stepped: it is not between two steps
         with self._lock:
             # many short steps are taken in together
             self.feed.take_in()
@@ -233,8 +231,8 @@ class Control(Observer):
         self._hold.end_if_cancelled(self.feed.step)
 
     def _stand_still(self) -> None:
-        if self._meter is not None:
-            self._meter.pause()
+        if self.feed.meter is not None:
+            self.feed.meter.pause()
         with self._hold.at_rest():
             self._draw_all()
             self._hold.wait()
@@ -328,8 +326,8 @@ class Control(Observer):
     @property
     def _of_loop(self) -> list[Control]:
         """This control, and those of the other models of its loop."""
-        companions = self.session.companions if self.session is not None else ()
-        others = (_controls.get(each.workload.model) for each in companions)
+        session = self.session
+        others = (_controls.get(each.workload.model) for each in (session.companions if session is not None else ()))
         return [self, *(each for each in others if each is not None)]
 
     # -- what views ask ------------------------------------------------------------------------
@@ -374,7 +372,7 @@ class Control(Observer):
     def resume(self) -> None:
         was_held = self._hold.is_held
         self._hold.end()
-        playing, meter = self._playing, self._meter
+        playing, meter = self._playing, self.feed.meter
         if playing is not None and was_held:
             if meter is not None:
                 meter.pause()

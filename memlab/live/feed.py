@@ -37,14 +37,13 @@ class Feed:
         self.measurements: dict[str, Measurement] = {}
         self.changes: deque[Change] = deque(maxlen=_MOST_CHANGES)  # of the plan, the last hundred
         self._track = Track()
-        self._meter: Meter | None = None
+        self.meter: Meter | None = None  # the one that is followed, while a loop runs
         self._before = 0  # steps before those the meter counts
         self._seen = 0  # steps of the meter that have been taken in
         self._fresh: set[str] = set()  # labels of plans with steps not yet measured
 
     @property
     def points(self) -> tuple[LivePoint, ...]:
-        """Steps, oldest first, thinned."""
         return self._track.points
 
     @property
@@ -53,7 +52,7 @@ class Feed:
 
     def begin(self, meter: Meter, step: int) -> None:
         """Follow a meter whose next step comes after step `step`."""
-        self._meter, self._seen = meter, meter.times.steps_ended
+        self.meter, self._seen = meter, meter.times.steps_ended
         self._before = step - self._seen
         self._of_old = dict(self.measurements)
         self.step = max(self.step, step)
@@ -68,9 +67,9 @@ class Feed:
         """Take in what is left, and let go of the meter."""
         self.take_in()
         self.measure()
-        if self._meter is not None:
-            self.step = max(self.step, self._before + self._meter.times.steps_ended)
-        self._meter = None
+        if self.meter is not None:
+            self.step = max(self.step, self._before + self.meter.times.steps_ended)
+        self.meter = None
 
     def plan_changed(self, plan: Plan, step: int) -> None:
         """Note that steps from `step` on run under a plan; a plan that was taken back before its first step leaves nothing."""
@@ -82,9 +81,9 @@ class Feed:
 
     def take_in(self) -> None:
         """Take in the steps that have ended; costs next to nothing when there is none."""
-        if self._meter is None:
+        if self.meter is None:
             return
-        for record in self._meter.times.steps_after(self._seen):
+        for record in self.meter.times.steps_after(self._seen):
             self._seen = record.step
             self.step = self._before + record.step
             self._fresh.add(record.plan)
@@ -95,10 +94,10 @@ class Feed:
 
     def measure(self) -> None:
         """Reduce the steps of the plans that have had new ones; never waits for the device."""
-        if self._meter is None:
+        if self.meter is None:
             return
         for label in tuple(self._fresh):
-            measured = self._meter.times.so_far(label)
+            measured = self.meter.times.so_far(label)
             if measured is not None:
                 self.know([measured])
                 self._compare_with_old(measured)
@@ -204,7 +203,7 @@ class Track:
 
     @property
     def points(self) -> tuple[LivePoint, ...]:
-        """Return what is kept, oldest first."""
+        """Steps, oldest first, thinned."""
         with self._lock:
             return tuple(stretch.point for part in (self._older, self._newest) for stretch in part)
 

@@ -66,7 +66,6 @@ class Replay:
 
     @property
     def playing_seconds(self) -> float:
-        """Return how long the whole recording plays."""
         return self._times[-1] if self._times else 0.0
 
     # -- what views see ------------------------------------------------------------------------

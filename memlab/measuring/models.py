@@ -52,7 +52,6 @@ class Models:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that are there."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -80,7 +80,6 @@ class Meter(Observer):
         return self.times.steps_after(0)
 
     def measurement(self, plan: Plan) -> Measurement:
-        """Return memory and speed of the latest period of a plan; wait until its last step is done."""
         measured = self.times.measurement(plan, self._read_counters)
         found = self.times.parts_of(plan)
         names = dict(enumerate((*self._models.names, LOOP), 1))
@@ -145,11 +144,9 @@ class Meter(Observer):
         self._models.add(number, model, names)
 
     def call_begins(self, number: int, batch: Batch) -> None:
-        """A call of one of the models begins: what is born from now on is its own."""
         self._models.call_begins(number, batch, is_observed=self._is_observed)
 
     def call_ended(self) -> None:
-        """Note the end of the innermost call; harmless when none is under way."""
         self._models.call_ended()
 
     @property

@@ -30,7 +30,6 @@ class Ranking:
 
     @property
     def every(self) -> tuple[Prediction, ...]:
-        """All of them, in order."""
         return (self.first, *self.others)
 
 

@@ -65,7 +65,6 @@ class _Sheet:
         ]
 
     def lines(self) -> list[str]:
-        """Return heading, rule and rows."""
         beside = self._notes_fit_beside()
         head = self._line(self._head) + (self._gap + self._note_head if beside else "")
         firsts, blocks = [head.rstrip()], []
