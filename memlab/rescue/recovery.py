@@ -159,9 +159,7 @@ class Recovery:
         start_over()
         collect()
         is_room = self._fall_back(trouble, place, keeps_rows=keeps_rows)
-        is_room = is_room or (
-            self._leaves_out(trouble) and self._fall_back(trouble, place, keeps_rows=keeps_rows)
-        )
+        is_room = is_room or (self._leaves_out(trouble) and self._fall_back(trouble, place, keeps_rows=keeps_rows))
         if not is_room and not (self._is_base_in_force(trouble) and self._companions_come()):
             if trouble.is_last_try:
                 if trouble.refusal is not None and self.falls_back(trouble.refusal):

@@ -133,6 +133,37 @@ def _others(keys: tuple[str, ...], skipped: frozenset[str]) -> tuple[str, ...]:
     return tuple(key for key in keys if key not in skipped)
 
 
+class FrozenValues(Container):
+    """Values of a module's frozen parameters, where a forward may put integers: layers that quantise themselves in their first call do.
+
+    Values of another floating-point dtype, or elsewhere, are none of a forward's doing, but of a plan's.
+    """
+
+    def __init__(self, held: MutableMapping[str, Any], name: Callable[[Any], str] = str) -> None:
+        super().__init__(held, name)
+        self._known: dict[str, torch.Tensor] = {}  # the same objects as long as nothing has changed
+
+    def read(self) -> Items:
+        for key, parameter in self.held.items():
+            if parameter is None or parameter.requires_grad:
+                continue
+            known = self._known.get(key)
+            if known is None or known.is_floating_point() != parameter.is_floating_point():
+                self._known[key] = parameter.data
+        return dict(self._known)
+
+    def glance(self) -> Any:
+        return self.read()
+
+    def is_as(self, glance: Any) -> bool:
+        now = self.read()
+        return now.keys() == glance.keys() and all(now[key] is value for key, value in glance.items())
+
+    def write(self, key: Any, value: Any) -> None:
+        if value is not ABSENT:
+            self.held[key].data = self._known[key] = value
+
+
 class Names(Mapping):
     """Some of the globals of a file."""
 

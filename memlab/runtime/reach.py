@@ -119,6 +119,7 @@ class Walk(ABC):
         self._dict(attributes, lambda key: f"{path}.{key}" if path else str(key), 0, skipped=self.attributes_left_alone)
         if buffers:
             self.buffers(path, module)
+        self._parameters(path, module)
         hooks = ModuleHooks(attributes)
         self._hooks.append(hooks)
         for key in MODULE_HOOKS if hooks.are_there else ():
@@ -139,6 +140,20 @@ class Walk(ABC):
         """Walk from a module's buffers alone."""
         if module._buffers:
             self._dict(module._buffers, lambda key: f"buffer {path}.{key}" if path else f"buffer {key}", 1)
+
+    def _parameters(self, path: str, module: nn.Module) -> None:
+        """Walk from parameters that a forward may turn into others: those of quantised layers, and frozen ones of the user's layers."""
+        prefix = f"{path}." if path else ""
+        is_users = bool(module._parameters) and not _is_of(type(module).__module__, LIBRARIES)
+        turns = False
+        for key, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter:
+                turns |= is_users and not parameter.requires_grad
+            elif parameter is not None and not _is_of(type(parameter).__module__, _MACHINERY):
+                turns |= not parameter.requires_grad
+                self._dict(vars(parameter), functools.partial("{}{}.{}".format, prefix, key), 1)
+        if turns:
+            self.met(containers.FrozenValues(module._parameters, lambda key: f"{prefix}{key}"))
 
     @abstractmethod
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:

@@ -61,6 +61,9 @@ _ASKS = frozenset(
 _CONVERTS = frozenset({"to", "type_as"})  # to the dtype of another
 _OWN = "_memlab_own_class"
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
+_IN_PLACE = frozenset(
+    {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"))}
+)  # fmt: skip
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -248,20 +251,24 @@ def uses_values(function: Any) -> bool:
     return name not in _ASKS and (name != "__set__" or function == SET_DATA) and name != "__delete__"
 
 
+def written_by(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a function of torch writes to in place, by its name and arguments."""
+    name = getattr(function, "__name__", "")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return tensors_in((args[:1] if is_in_place else (), kwargs.get("out")))
+
+
 def _is_for_kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: _Values) -> bool:
     """Return whether a function writes to something in the form of the tensors as they are kept (their gradients, say).
 
     Or to a leaf, which torch refuses.
     """
-    name = getattr(function, "__name__", "")
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
-    written = tensors_in((args[:1] if is_in_place else (), kwargs.get("out")))
     kept = {tensor.dtype for tensor, _ in values.values()}
     # torch's functions in Python (`nn.init`) may see to that themselves
     refuses_leaves = torch.is_grad_enabled() and not isinstance(function, FunctionType)
     return any(
         tensor.is_leaf and tensor.requires_grad and refuses_leaves if id(tensor) in values else tensor.dtype in kept
-        for tensor in written
+        for tensor in written_by(function, args, kwargs)
     )
 
 

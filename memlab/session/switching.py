@@ -22,6 +22,7 @@ from torch import nn
 from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce, check_all
 from memlab.session.log import Log
@@ -187,8 +188,12 @@ class Switching:
             self.change(pending, on_trial=True)
             for each in self._companions():
                 each.switching.ask(pending)
-        except RefusalError as refusal:
+        except (RefusalError, MemoryError, RuntimeError) as error:
+            if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
+                raise
             # the loop goes on under the old plan; whoever asked reads it in the log
+            refusal = error if isinstance(error, RefusalError) else _no_room_for(pending)
+            release(error)
             self._log.note(f"refused {pending.label}: {refusal}")
             self._observers.tell("plan_refused", pending, refusal)
 
@@ -274,3 +279,9 @@ def check(workload: Workload, plan: Plan) -> None:
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     check_all(coming, workload, workload.optimizers, session.techniques if session is not None else ())
+
+
+def _no_room_for(plan: Plan) -> RefusalError:
+    return RefusalError(
+        "session", f"there is no memory to change to {plan.label}", "free memory first, or make the batch smaller"
+    )

@@ -298,6 +298,28 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [updated(optimizer, model(torch.randn(6, 4)).square().mean()) for _ in range(STEPS)]
 
 
+class Codes(nn.Parameter):
+    """Frozen weights that become integers, and tell the layer their scale in its first call."""
+
+    scale: float | None = 0.01
+
+
+class QuantisesItself(nn.Module):
+    """Turns frozen weights into integers in its first call, as layers of bitsandbytes do."""
+
+    def __init__(self, weights: type[nn.Parameter]) -> None:
+        super().__init__()
+        self.weight, self.adapter, self.scale = weights(torch.randn(4, 4), requires_grad=False), nn.Linear(4, 4), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = 0.01
+            if isinstance(self.weight, Codes):
+                self.scale, self.weight.scale = self.weight.scale, None
+            self.weight.data = (self.weight.data / self.scale).round().to(torch.int8)
+        return x @ (self.weight.data * self.scale) + self.adapter(x)
+
+
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "fills a list": (FillsAList, fills_a_list),
     "writes to its argument": (WritesToItsArgument, carries_a_buffer),
@@ -315,6 +337,8 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "another class": (mlp, another_class),
     "optimizer made anew": (mlp, made_anew),
     "optimizer in the model": (HoldsItsOptimizer, plain),
+    "quantises its weights": (lambda: nn.Sequential(*(QuantisesItself(nn.Parameter) for _ in range(3))), plain),
+    "quantises weights of its own": (lambda: nn.Sequential(*(QuantisesItself(Codes) for _ in range(3))), plain),
 }
 # calls that are left as they are written, and passes with create_graph, are not run again
 NOT_REPEATED = ("forward derivatives", "without hooks", "derived jacobians", "checkpoints its calls")

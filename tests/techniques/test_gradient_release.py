@@ -599,6 +599,58 @@ def test_what_a_thread_of_the_loop_was_refused_the_loop_hears() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def _replaced(weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        weight.data = weight.data * 0.99
+
+
+def _decayed(weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        weight *= 0.99
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weights: [weight.mul_(0.99) for weight in weights],
+        lambda weights: torch._foreach_mul_(weights, 0.99),
+        lambda weights: [weight.data.copy_(weight.data.sign()) for weight in weights],
+        lambda weights: [torch.mul(weight, 0.99, out=weight.detach()) for weight in weights],
+        lambda weights: [weight[0].zero_() for weight in weights],
+        lambda weights: [nn.init.zeros_(weight) for weight in weights],
+        _replaced,
+        _decayed,
+    ],
+    ids=["in place", "foreach", "data", "out", "rows", "init", "replaced", "operator"],
+)
+def test_weights_that_are_written_before_the_step(write: Callable[[list[torch.Tensor]], object], late: int) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(late + 1):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if step < late:
+                optimizer.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RefusalError, match="the loop writes to weights between backward"), torch.no_grad():
+            write(list(model.parameters()))
+        assert all(map(torch.equal, before, model.parameters()))
+        if late:
+            return
+    # what is written after the step, or before the forward pass, is the loop's own
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(2):
+            with torch.no_grad():
+                write(list(model.parameters()))
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            with torch.no_grad():
+                write(list(model.parameters()))
+
+
 @pytest.mark.parametrize("drops_last", [True, False])
 def test_a_loop_that_goes_on_in_another_thread(drops_last: bool) -> None:
     said: list[str] = []

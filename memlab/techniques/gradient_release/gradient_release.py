@@ -160,8 +160,8 @@ class GradientRelease(Technique):
         # backward passes under way with complete gradients, by number of their graph task
         self._passes: set[int] = set()
         self._put_off: Callable[[], None] | None = None  # delivers a Ctrl-C that came into the middle of one
-        self._watch = Watch(self._touched, self._differentiated)
-        self._watched_thread = 0  # what is done with gradients in others is not seen
+        self._watch = Watch(self._touched, self._written, self._differentiated)
+        self._watched_thread: object = None  # what is done with gradients in others is not seen
         self._listener: Listener | None = None
         self._refused: tuple[int, RefusalError] | None = None  # and the thread whose work that has ended
 
@@ -265,7 +265,7 @@ class GradientRelease(Technique):
     def _watch_loop(self) -> None:
         """See what the loop does with gradients, and hear when it is left."""
         self._watch.begin()
-        self._watched_thread = threading.get_ident()
+        self._watched_thread = _this_thread()
         if self._listener is None or self._listener.is_spent(None):
             self._listener = listen(self._interrupted)
 
@@ -315,7 +315,7 @@ class GradientRelease(Technique):
         self._was_called = True
         self._is_called_between |= bool(self._complete)
         self._is_known = is_loop_known()
-        if self._used and not self._is_known and self._watched_thread != threading.get_ident():
+        if self._used and not self._is_known and self._watched_thread is not _this_thread():
             raise self._refusal(
                 "the loop goes on in another thread, and whether it has dropped the gradients of the step before was not seen",
                 f"drop them right after step(), or {_LEAVE_OUT}",
@@ -508,6 +508,18 @@ class GradientRelease(Technique):
         self._gone.discard(id(tensor))
         return None
 
+    def _written(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The loop writes to tensors, perhaps to weights that would be updated by then."""
+        if not self._complete or self._is_withdrawn:
+            return
+        places = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+        updated = (p for step in self._steps for p in _parameters_of(step) if id(p) in self._complete)
+        if any(parameter.untyped_storage()._cdata in places for parameter in updated):
+            self._refuse(
+                f"the loop writes to weights between backward() and optimizer.step(){where()}, when they would be updated",
+                f"do that before the forward pass or after step(), or {_LEAVE_OUT}",
+            )
+
     def gone_zeroed(self, parameter: int) -> None:
         """The loop has zeroed a gradient that is gone."""
         self._used.discard(parameter)
@@ -640,6 +652,16 @@ def _what_is_done() -> tuple[str, str]:
     if "zero_grad" in names:
         return "the loop drops gradients after backward() without a step", _LEAVE_OUT
     return f"{_USED_BETWEEN}{where()}, when they are gone", _LEAVE_OUT
+
+
+_threads = threading.local()
+
+
+def _this_thread() -> object:
+    """Return what stands for this thread: numbers of threads are used again when one has ended."""
+    if not hasattr(_threads, "mark"):
+        _threads.mark = object()
+    return _threads.mark
 
 
 _hearing: weakref.WeakSet[GradientRelease] = weakref.WeakSet()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, Self
@@ -14,24 +14,30 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memlab.runtime.loop_mode import LoopMode, called_from_loop
+from memlab.runtime.touch import SET_DATA, written_by
 
 _ATEN = torch.ops.aten
 _GRADIENT = torch.Tensor.grad
 
 
 class Watch(LoopMode):
-    """Tells when code that is not memlab's own reads or writes a gradient.
+    """Tells when code that is not memlab's own reads or writes a gradient, or writes to another tensor.
 
     Args:
         touched: called with the tensor whose gradient it is and with what is written; what it returns is read.
+        written: called with the tensors that are about to be written to.
         differentiated: called with what `autograd.grad` is asked to differentiate.
     """
 
     def __init__(
-        self, touched: Callable[[torch.Tensor, Any], Gone | None], differentiated: Callable[[Any], None]
+        self,
+        touched: Callable[[torch.Tensor, Any], Gone | None],
+        written: Callable[[Sequence[torch.Tensor]], None],
+        differentiated: Callable[[Any], None],
     ) -> None:
         super().__init__()
         self._touched, self._differentiated = weakref.WeakMethod(touched), weakref.WeakMethod(differentiated)
+        self._written = weakref.WeakMethod(written)
         self._is_paused = False
 
     @contextmanager
@@ -53,6 +59,10 @@ class Watch(LoopMode):
             gone = touched(args[0], written) if touched is not None else None
             if gone is not None:
                 return gone if written is None else None
+        elif not self._is_paused:
+            tensors = [args[0]] if func == SET_DATA else written_by(func, args, kwargs or {})
+            if tensors and _is_loops(sys._getframe(1)) and (is_written := self._written()) is not None:
+                is_written(tensors)
         if func is torch.autograd.grad and (differentiated := self._differentiated()) is not None:
             differentiated((args or tuple((kwargs or {}).values()))[0])
         return func(*args, **kwargs or {})
