@@ -75,7 +75,7 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload
     if "gradients" in changed or plan.precision == "fp16":
         raise RefusalError(
             "session",
-            f"this cell has optimizers for {names}, and {plan.label} treats the gradients of each as those of its own loss",
+            f"this cell trains {names}, and {plan.label} treats the gradients of each as those of its own loss",
             "leave out --release-grads and --fp16, or name one model with --model",
         )
     sharers = [each for each in others if any(steps_some_of(one, workload.model) for one in each.optimizers)]

@@ -24,7 +24,7 @@ fi
 
 if [ "${1:-}" = torch ]; then exit 0; fi
 
-emulated() { "$python" -m tests.emulated_gpu --minutes 8 "$@"; }
+emulated() { "$python" -m tests.emulated_gpu --minutes 20 "$@"; }
 tests=(python -m pytest -q -p no:cacheprovider)
 part "building"
 emulated

@@ -142,7 +142,7 @@ def test_a_plan_that_was_chosen_for_one_model_and_does_not_apply_to_the_next_end
     ran = cell(f"%%memfit --budget 8GiB\n{loop}")
     assert ran.error is None, ran.err
     assert [session.plan.label for session in sessions()] == ["--checkpoint", "--checkpoint"]
-    assert "D: step 1: refused --fp16: session: this cell has optimizers for G and D, and --fp16 treats" in " ".join(
+    assert "D: step 1: refused --fp16: session: this cell trains G and D, and --fp16 treats" in " ".join(
         ran.out.split()
     )
     assert "G: step 2: --fp16 → as written" in ran.out

@@ -238,7 +238,7 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
         ),
         (
             "--release-grads",
-            "session: this cell has optimizers for actor and critic, and --release-grads treats the gradients of each as "
+            "session: this cell trains actor and critic, and --release-grads treats the gradients of each as "
             "those of its own loss; leave out --release-grads and --fp16, or name one model with --model",
         ),
     ):
@@ -473,5 +473,5 @@ for model in models:
     assert told.error is None
     assert shell.user_ns["losses"] == pytest.approx(losses, rel=1e-2)
     said = " ".join(told.out.split())
-    assert "refused --fp16: session: this cell has optimizers for models[0] and model, and --fp16 treats" in said
+    assert "refused --fp16: session: this cell trains models[0] and model, and --fp16 treats" in said
     assert said.endswith("name one model with --model; as written is back")

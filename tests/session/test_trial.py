@@ -401,6 +401,29 @@ def test_a_plan_that_code_has_asked_for_is_answered_by_the_error() -> None:
         assert session.plan.label == "--accumulate 4"
 
 
+def test_a_plan_that_there_is_no_room_for_is_refused_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    weights = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
+        with fit(Workload(model, optimizer)) as session:
+            for step in range(3):
+                if asks and step == 1:
+                    monkeypatch.setattr(session.in_force, "change", no_room)
+                    session.switching.ask(Plan.parse("--adam8bit"))
+                plain(model, optimizer, step)
+            monkeypatch.undo()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert session.log[-1].text == (
+        "refused --adam8bit: session: there is no memory to change to --adam8bit; free memory first, or make the batch smaller"
+    )
+
+
 def test_an_update_that_cannot_be_taken_back_ends_the_loop() -> None:
     """Clipping that begins later: parameters were updated by then, and going on would hide it."""
 
