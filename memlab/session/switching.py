@@ -188,14 +188,25 @@ class Switching:
             self.change(pending, on_trial=True)
             for each in self._companions():
                 each.switching.ask(pending)
-        except (RefusalError, MemoryError, RuntimeError) as error:
-            if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
+        except RefusalError as refusal:
+            self._not_applied(pending, refusal)
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
-            # the loop goes on under the old plan; whoever asked reads it in the log
-            refusal = error if isinstance(error, RefusalError) else _no_room_for(pending)
             release(error)
-            self._log.note(f"refused {pending.label}: {refusal}")
-            self._observers.tell("plan_refused", pending, refusal)
+            self._not_applied(
+                pending,
+                RefusalError(
+                    "session",
+                    f"there is no memory to change to {pending.label}",
+                    "free memory first, or make the batch smaller",
+                ),
+            )
+
+    def _not_applied(self, pending: Plan, refusal: RefusalError) -> None:
+        """The loop goes on under the old plan; whoever asked reads it in the log."""
+        self._log.note(f"refused {pending.label}: {refusal}")
+        self._observers.tell("plan_refused", pending, refusal)
 
     # -- going back ----------------------------------------------------------------------------
 
@@ -279,9 +290,3 @@ def check(workload: Workload, plan: Plan) -> None:
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     check_all(coming, workload, workload.optimizers, session.techniques if session is not None else ())
-
-
-def _no_room_for(plan: Plan) -> RefusalError:
-    return RefusalError(
-        "session", f"there is no memory to change to {plan.label}", "free memory first, or make the batch smaller"
-    )

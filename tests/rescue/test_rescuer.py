@@ -197,6 +197,7 @@ class _Refusing:
         self.plan, self.steps, self.companions, self.tried = Plan(), 0, [], []
         self.log = self.workload = self.switching = self.observers = self
         self.refused: set[Plan] = set()
+        self.techniques: tuple[Any, ...] = ()
         self.device, self.optimizers = torch.device("cpu"), [None]
         self.fallbacks = [(Plan(accumulation=2), False), *([(Plan.parse("--bf16"), True)] if has_lossy else [])]
 

@@ -11,6 +11,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -318,3 +319,38 @@ if __name__ == "__main__":
         failed += bool(found)
         print(*found, sep="\n", end="\n" if found else "", flush=True)
     print(f"{count - failed} of {count} as without checkpointing")
+
+
+class _Writing(nn.Linear):
+    """Writes to its weights in each call: so that nothing more changes, or again and again."""
+
+    def __init__(self, inputs: int, outputs: int, *, settles: bool) -> None:
+        super().__init__(inputs, outputs)
+        self.settles = settles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.settles:
+            self.weight.data.clamp_(-0.2, 0.2)
+        else:
+            self.weight.data.mul_(0.99)
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_weights_that_a_part_writes_to_are_written_once(settles: bool) -> None:
+    def losses(plan: str | None) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Writing(16, size, settles=settles) for size in (64, 16)), nn.Linear(16, 4))
+        model = nn.Sequential(model[0], nn.Linear(64, 16), model[1], model[2])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        with nullcontext() if plan is None else fit(Workload(model, optimizer), plan):
+            for _ in range(3):
+                loss = model(torch.ones(32, 16)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        return found
+
+    assert losses("--checkpoint") == losses(None)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memlab.runtime.aliases import put_back
 from memlab.runtime.dispatch import written_by
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.techniques.checkpointing.kept import cost_of, storages
@@ -73,6 +74,7 @@ class Look(WriteWatch):
         run = Run(part, args, kwargs)
         run.protect(self)
         run.protect_state(self)
+        run.protect_weights(self)
         part.is_watched = True
         is_called = part.span is None and self._open[-1][0].module is part.owner
         if not is_called:
@@ -102,6 +104,7 @@ class Look(WriteWatch):
             part.gives_other_results = not counts
             if not counts:
                 given.put_back()
+                run.put_weights_back()
             output = second[0] if counts else self._once_more(run, lambda: call(*args, **kwargs))
             self._same_as |= dict(zip(self._sizes(output), numbers, strict=False))
         node.is_fixed, node.recomputed = part.gives_other_results, counts
@@ -115,9 +118,14 @@ class Look(WriteWatch):
     def _gives(self, run: Run, first: Any, again: Callable[[], Any]) -> bool:
         """Return whether running a part once more gives what it gave; where it has a graph, its state then is what counts."""
         self._muted = True
+        weights = run.weights_now()
         try:
             with run.again(with_graphs=True) as repetition:
                 is_same = same(first, again())
+                for weight, values in weights.items():
+                    if not torch.equal(weight, values):
+                        put_back(weight, values)
+                        is_same = False
                 repetition.counts = is_same and torch.is_grad_enabled()
                 return is_same
         except Exception as error:

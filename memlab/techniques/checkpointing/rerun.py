@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from memlab.runtime import hooks
+from memlab.runtime.aliases import put_back
 from memlab.runtime.autocast import CallSettings
 from memlab.runtime.dispatch import WatchingMode, defers, written_by
 from memlab.runtime.graphs import is_within_checkpoint
@@ -85,6 +86,7 @@ class Run:
         self._first_with = {place: min(p for p in self._places if leaves[p] is leaves[place]) for place in self._places}
         self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._copies: dict[int, torch.Tensor] = {}
+        self._weights: dict[nn.Parameter, torch.Tensor] = {}  # that train and were written to, with what they were
         modules = part.modules
         self.device = _device(self.inputs, modules)
         self._state = State(modules, self._others, part.written, self.device)
@@ -134,6 +136,27 @@ class Run:
         for kept in self._state.tensors:
             if not kept.is_copied:
                 watch.protect_storage(kept.storage_key, functools.partial(self._state_is_written, kept))
+
+    def protect_weights(self, watch: WriteWatch) -> None:
+        """Have copies made of weights that train, right before they are written to."""
+        for module in self._part.modules:
+            for weight in module._parameters.values():
+                if type(weight) is nn.Parameter and weight.requires_grad:
+                    key = weight.untyped_storage()._cdata
+                    watch.protect_storage(key, functools.partial(self._weight_is_written, weight))
+
+    def put_weights_back(self) -> None:
+        """Give weights that the first run has written to the values that it found."""
+        for weight, before in self._weights.items():
+            put_back(weight, before)
+
+    def weights_now(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return copies of the weights that have been written to."""
+        return {weight: weight.detach().clone() for weight in self._weights}
+
+    def _weight_is_written(self, weight: nn.Parameter) -> None:
+        if weight not in self._weights:
+            self._weights[weight] = weight.detach().clone()
 
     def _input_is_written(self, place: int, tensor: torch.Tensor) -> None:
         self._part.written_inputs.add(place)
