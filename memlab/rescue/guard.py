@@ -108,6 +108,7 @@ class GuardedCall:
         self._paths: list[Path] = []
         self._output: Any = None
         self._gave: dict[Path, Fingerprint] = {}  # its first run
+        self._gave_exactly = True  # whether that was under an exact plan
         self.goes_on = False  # whether the first run has used a graph from before it that it was not seen to find
         self._retained: list[int] = []  # numbers of outputs that keep their gradients
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
@@ -315,7 +316,7 @@ class GuardedCall:
         tensors = {path: t for path, t in differentiable(self._output).items() if id(t) not in known}
         self._graph = {path: t for path, t in tensors.items() if path[0] == 0 or is_made(t)}
         self._paths = list(self._graph)
-        self._gave = fingerprints(self._graph)
+        self._gave, self._gave_exactly = fingerprints(self._graph), self._guardian.is_exact
         self._retained = [number for number, each in enumerate(self._graph.values()) if each.retains_grad]
         nodes = set() if is_alone and not self._found.kept else graphs.nodes_of(self._graph.values())
         self.goes_on = any(node._sequence_nr() < began for node in nodes)
@@ -358,7 +359,7 @@ class GuardedCall:
         gave = {path: self._gave[path] for path in wanted if path in self._gave}
         if draws:  # a loss that the model computes may be of other random numbers
             gave = {path: each for path, each in gave.items() if not each.is_number}
-        if are_others(gave, made, 0.0 if self._guardian.is_exact else _LOSSY):
+        if are_others(gave, made, 0.0 if self._gave_exactly and self._guardian.is_exact else _LOSSY):
             raise OtherResultsError(type(self._model).__name__)
 
     def _again(
@@ -425,10 +426,12 @@ class GuardedCall:
                 inputs = self._differentiate(wanted, keep=keep, retain=retain)
             except BaseException as error:
                 self._break_off()
-                if self._guardian.recovery.can_rescue(error):
-                    shortage = error
-                elif not self._guardian.recovery.falls_back(error):
-                    raise
+                shortage = self._guardian.recovery.as_refusal(error)
+                if not self._guardian.recovery.can_rescue(shortage):
+                    is_back = self._guardian.recovery.falls_back(shortage)
+                    shortage = None  # a name would keep it, and what its frames hold, in a cycle
+                    if not is_back:
+                        raise
             else:
                 if self._backward_began is not None:
                     self._backward_began.call_ended()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
-from memlab.errors import MemlabError, RefusalError
+from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.plan.space import half_format
 from memlab.records import Prediction, Rescue
@@ -130,6 +130,22 @@ class Recovery:
             return True
         self._trouble = None
         return False
+
+    def as_refusal(self, error: BaseException) -> BaseException:
+        """Return the refusal that an error stands for, of code that runs in 16 bits only because memory ran out; else the error.
+
+        Where the code is to blame, its error comes again under the plan before.
+        """
+        session, trouble = self._session(), self._trouble
+        is_of_code = isinstance(error, RuntimeError) and not (isinstance(error, MemlabError) or is_out_of_memory(error))
+        precision = session.plan.precision
+        if not is_of_code or precision not in (Precision.BF16, Precision.FP16):
+            return error
+        if trouble is not None and trouble.plan.precision is precision:
+            return error
+        refusal = RefusalError("precision", f"{session.workload.name} does not run in 16 bits: {first_line(error)}")
+        refusal.__cause__ = error
+        return refusal
 
     def falls_back(self, error: BaseException) -> bool:
         """Return whether the plan on trial does not apply, and the one before is in force again for the same work."""

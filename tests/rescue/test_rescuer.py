@@ -138,6 +138,49 @@ def test_accumulation_that_there_is_no_memory_to_look_at_stands_in_no_way(share:
     assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True))
 
 
+class _Adjoint(torch.autograd.Function):
+    """Calls a layer in its backward pass, without torch's `custom_bwd`: under autocast that meets two dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x.detach()).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient * ctx.layer(ctx.saved_tensors[0])
+
+
+class _Adjoints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Adjoint.apply(self.layer, self.first(x))
+
+
+@pytest.mark.parametrize("at", ["forward", "backward"])
+def test_code_that_does_not_run_in_16_bits_takes_a_rescue_back(at: str) -> None:
+    kept = ("accumulation", "checkpointing", "optimizer", "offload", "loss", "tiling")
+    model, x = _Adjoints(), torch.randn(4, 8)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.first.parameters()]
+    model.zero_grad()
+    with Faults() as count:
+        model(x)
+    forward = count.count
+    # twice in a place: the first time the same plan is tried once more, with what was freed
+    faults = [1, 2] if at == "forward" else [forward + 2, 2 * forward + 4]
+    with fit(Workload(model, torch.optim.SGD(model.first.parameters(), lr=0.1)), rescue=Rescuer(keep=kept)) as session:
+        with Faults(faults):
+            model(x).sum().backward()
+        assert session.plan == Plan()
+        assert any("does not run in 16 bits" in str(entry) for entry in session.log) or at == "backward"
+    assert all(torch.equal(p.grad, other) for p, other in zip(model.first.parameters(), expected, strict=True))
+
+
 def test_letting_go_twice_is_harmless() -> None:
     model = torch.nn.Linear(4, 2)
     session = fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), rescue=True)
