@@ -251,11 +251,11 @@ def uses_values(function: Any) -> bool:
     return name not in _ASKS and (name != "__set__" or function == SET_DATA) and name != "__delete__"
 
 
-def written_by(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a function of torch writes to in place, by its name and arguments."""
+def written_in_place(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    """Return the tensors that a function of torch writes to, by its name and arguments; operators are `dispatch.written_by`'s."""
     name = getattr(function, "__name__", "")
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    return tensors_in((args[:1] if is_in_place else (), kwargs.get("out")))
+    return tensors_in((args[:1] if is_in_place else (), kwargs.get("out"))) if is_in_place or "out" in kwargs else ()
 
 
 def _is_for_kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: _Values) -> bool:
@@ -268,7 +268,7 @@ def _is_for_kept(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     refuses_leaves = torch.is_grad_enabled() and not isinstance(function, FunctionType)
     return any(
         tensor.is_leaf and tensor.requires_grad and refuses_leaves if id(tensor) in values else tensor.dtype in kept
-        for tensor in written_by(function, args, kwargs)
+        for tensor in written_in_place(function, args, kwargs)
     )
 
 

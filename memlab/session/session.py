@@ -57,7 +57,7 @@ class Session:
         log: what was done when.
 
     Raises:
-        RefusalError: the model cannot be taken over at all (compiled, sharded).
+        RefusalError: the model cannot be taken over at all (sharded, a sparse parameter).
         SessionError: the model has a session already.
     """
 
@@ -66,7 +66,7 @@ class Session:
             raise WorkloadError(
                 f"{workload.name} has parameters without values: call it once, or load its weights, first"
             )
-        _refuse_foreign_engines(workload)
+        _refuse_foreign_parameters(workload)
         if together.session_of(workload.model) is not None:
             raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")
         self.workload = workload
@@ -431,7 +431,13 @@ def _model_deleted(session: weakref.ref[Session]) -> None:
         alive.observers.only(())
 
 
-def _refuse_foreign_engines(workload: Workload) -> None:
+def _refuse_foreign_parameters(workload: Workload) -> None:
+    """Refuse parameters that are kept by an engine, or in another form than as one tensor."""
+    odd = next((name for name, p in workload.model.named_parameters() if p.layout is not torch.strided), "")
+    if odd:
+        raise RefusalError(
+            "session", f"{workload.name} has a parameter that is sparse or nested ({odd})", "make it a dense one"
+        )
     if any(_is_sharded(parameter) for parameter in workload.model.parameters()):
         raise RefusalError(
             "session",

@@ -101,7 +101,7 @@ class Technique:
         may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
             evaluated once.
         takes_step: whether the optimizer step is to be taken over although nothing above says so.
-        applies: whether that is known; one that looks at the first call does not know before.
+        applies: whether it is known to apply; one that decides by the first call does not know before it.
         learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
         parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
         draws_in_update: whether it draws random numbers there, so that buckets keep their order.

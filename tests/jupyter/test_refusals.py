@@ -563,3 +563,22 @@ def test_a_model_that_is_sharded_already_trains_as_it_is_written(made: Cell, she
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def test_a_model_with_a_sparse_parameter_trains_as_it_is_written(made: Cell) -> None:
+    made(
+        "class Sparse(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(16, 4)\n"
+        "        self.mixing = torch.nn.Parameter(torch.eye(12).to_sparse())\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(torch.sparse.mm(self.mixing, x))\n"
+        "model = Sparse()\n"
+        "optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)"
+    )
+    text = "session: Sparse has a parameter that is sparse or nested (mixing); make it a dense one"
+    assert one_line(made(f"%%memfit --checkpoint\n{TRAIN}")) == text
+    ran = made(f"%%memfit --capacity 1GiB\n{TRAIN}")
+    assert ran.error is None
+    assert ran.out.strip() == f"memfit: nothing was measured or protected: {text}"
+    assert sessions() == ()

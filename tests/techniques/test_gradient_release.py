@@ -651,6 +651,22 @@ def test_weights_that_are_written_before_the_step(write: Callable[[list[torch.Te
                 write(list(model.parameters()))
 
 
+def test_other_tensors_may_be_written_before_the_step() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            torch.vmap(lambda row: row.clone().add_(1))(torch.ones(3, 2))
+            torch.func.grad(lambda row: row.clone().mul_(2).sum())(torch.ones(2))
+            torch.eye(2).to_sparse().mul_(2)
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged).mul_(2)
+            torch.zeros(2, device="meta").add_(1)
+            [average.lerp_(p, 0.5) for p in model.parameters() for average in [p.detach().clone()]]
+            optimizer.step()
+
+
 @pytest.mark.parametrize("drops_last", [True, False])
 def test_a_loop_that_goes_on_in_another_thread(drops_last: bool) -> None:
     said: list[str] = []

@@ -512,7 +512,8 @@ class GradientRelease(Technique):
         """The loop writes to tensors, perhaps to weights that would be updated by then."""
         if not self._complete or self._is_withdrawn:
             return
-        places = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+        # within transforms of torch.func, and of other layouts, tensors have no storage
+        places = {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
         updated = (p for step in self._steps for p in _parameters_of(step) if id(p) in self._complete)
         if any(parameter.untyped_storage()._cdata in places for parameter in updated):
             self._refuse(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memlab.runtime.loop_mode import LoopMode, called_from_loop
-from memlab.runtime.touch import SET_DATA, written_by
+from memlab.runtime.touch import SET_DATA, written_in_place
 
 _ATEN = torch.ops.aten
 _GRADIENT = torch.Tensor.grad
@@ -60,7 +60,7 @@ class Watch(LoopMode):
             if gone is not None:
                 return gone if written is None else None
         elif not self._is_paused:
-            tensors = [args[0]] if func == SET_DATA else written_by(func, args, kwargs or {})
+            tensors = [args[0]] if func == SET_DATA else written_in_place(func, args, kwargs or {})
             if tensors and _is_loops(sys._getframe(1)) and (is_written := self._written()) is not None:
                 is_written(tensors)
         if func is torch.autograd.grad and (differentiated := self._differentiated()) is not None:
