@@ -46,10 +46,10 @@ from memlab.runtime.hooks import calls_under_way
 from memlab.runtime.namespace import name_of
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import live_optimizers, optimizers_of, steps_others, steps_some_of, unwrap_model
 from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session, fit, require_compatible, session_of, train_together
-from memlab.techniques.gradient_release.gradient_release import is_loop_known
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64
@@ -240,7 +240,7 @@ class CellWatch:
     @property
     def _is_of_loop(self) -> bool:
         """Return whether what goes on now is of the cell's loop: of a thread that counts, and no step of a measurement."""
-        return self._thread in (None, threading.get_ident()) and not is_loop_known()
+        return self._thread in (None, threading.get_ident()) and not is_own_step()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look for a further model when an optimizer steps that updates none of those found."""
@@ -275,7 +275,7 @@ class CellWatch:
 
     def _found(self, model: nn.Module) -> bool:
         """Attach to a model that is called; True when there is no other one to expect."""
-        if is_loop_known():
+        if is_own_step():
             return False
         is_over = True
         try:

@@ -24,12 +24,12 @@ from memlab.records.comparison import Comparison
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import loss_of as scalar_loss_of
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.own_steps import own_steps
 from memlab.runtime.ownership import needs_closure
 from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session, fit, session_of
 from memlab.session.snapshot import Snapshot
 from memlab.session.tape import Replay, Tape, own_step_of, tape_of
-from memlab.techniques.gradient_release.gradient_release import loop_is_known
 
 _SILENT_SECONDS = 2.0
 
@@ -114,7 +114,7 @@ def rehearsal(workload: Workload, plan: Plan) -> Iterator[Session]:
 
 @contextmanager
 def _in_force(workload: Workload, plan: Plan) -> Iterator[Session]:
-    with loop_is_known(), _session_for(workload) as session:
+    with own_steps(), _session_for(workload) as session:
         workload.model.train()
         for optimizer in workload.optimizers:
             optimizer.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ from typing import Any
 from memlab.errors import MemlabError, first_line
 from memlab.runtime.observer import Observer
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.techniques.gradient_release.gradient_release import is_loop_known
+from memlab.runtime.own_steps import is_own_step
 
 
 class Observers:
@@ -71,7 +71,7 @@ class Observers:
                 raise
 
     def _steps_aside(self, observer: Observer, error: Exception) -> bool:
-        is_own = type(observer).__module__.partition(".")[0] == "memlab" and not is_loop_known()
+        is_own = type(observer).__module__.partition(".")[0] == "memlab" and not is_own_step()
         if not is_own or isinstance(error, MemlabError) or is_out_of_memory(error):
             return False
         self.remove(observer)

@@ -23,6 +23,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce, check_all
 from memlab.session.log import Log
@@ -31,7 +32,6 @@ from memlab.session.stepping import Position
 from memlab.session.together import require_compatible, session_of, sharing
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.base import Host
-from memlab.techniques.gradient_release.gradient_release import is_loop_known
 
 if TYPE_CHECKING:
     from memlab.session.session import Session
@@ -176,7 +176,7 @@ class Switching:
         """Note that a step is over: whatever plan it ended under is on trial, if there is one to go back to."""
         self._position.is_within_step = False
         self._asked = None
-        self.is_on_trial |= bool(self.in_force.techniques) and bool(self._before) and not is_loop_known()
+        self.is_on_trial |= bool(self.in_force.techniques) and bool(self._before) and not is_own_step()
 
     def _apply_pending(self) -> None:
         pending, self.pending = self.pending, None
@@ -278,7 +278,7 @@ class Switching:
         asked, field = self._asked, getattr(error, "technique", "")
         if asked is not None and _has_same(field, self.in_force.plan, asked):
             return False
-        return self.is_on_trial and not error.is_late and not is_loop_known()
+        return self.is_on_trial and not error.is_late and not is_own_step()
 
 
 def _has_same(field: str, one: Plan, other: Plan) -> bool:

@@ -29,6 +29,7 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import accepts_use_cache, without_cache, without_global_hooks
+from memlab.runtime.own_steps import own_steps
 from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.tree import tensors_in
@@ -37,7 +38,6 @@ from memlab.session import Session, fit
 from memlab.session.tape import Replay, Tape
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Layout, row_ranges
-from memlab.techniques.gradient_release.gradient_release import loop_is_known
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
@@ -406,7 +406,7 @@ class Tracer:
         # globals, closures and classes that the twin's forward reaches are the user's
         reached = [State.of_model(model, torch.device("cpu")) for model in models]
         try:
-            known = loop_is_known() if is_known else nullcontext()
+            known = own_steps() if is_known else nullcontext()
             with _undisturbed(), self._choices.entered(), known, ExitStack() as stack:
                 for model in models:
                     _watch(model, recorder, stack)

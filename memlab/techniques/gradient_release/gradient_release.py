@@ -40,13 +40,10 @@ The mechanism of torch: https://docs.pytorch.org/tutorials/intermediate/optimize
 
 from __future__ import annotations
 
-import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,26 +57,17 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.interrupts import Listener, listen, uninterrupted
 from memlab.runtime.lifetimes import gradient_is_held, overlap
+from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Technique, process_count
-from memlab.techniques.gradient_release.watch import Gone, Watch, is_memlab, where
+from memlab.techniques.base import Description, ModelCall, Technique, process_count
+from memlab.techniques.gradient_release import reasons
+from memlab.techniques.gradient_release.groups import hear_no_more, hear_of_groups, hearing
+from memlab.techniques.gradient_release.watch import Gone, Watch, where
 from memlab.techniques.offload.spill import is_spilled
 
 Optimizer = torch.optim.Optimizer
 Settings = list[dict[str, Any]]
-
-_loop_is_known: ContextVar[bool] = ContextVar("_loop_is_known", default=False)
-
-_WATCHED = "the first step of the loop is watched and keeps its gradients; from the second on they are freed in the backward pass"
-_SPLIT = "with --accumulate gradients are complete after the last micro-batch, and held until then"
-_SHARED = "gradients of parameters that a second optimizer has got are kept from then on"
-_USE_ACCUMULATE = "hand over the whole batch and use --accumulate N, or leave --release-grads out"
-_LEAVE_OUT = "leave --release-grads out"
-_ADDED_UP = (
-    "the loop calls backward() a second time before optimizer.step() (or one was broken off), and gradients add up over both",
-    _USE_ACCUMULATE,
-)
 
 
 @dataclass
@@ -101,26 +89,6 @@ class _Step:
         parameters, self.waiting, self.waiting_bytes = self.waiting, [], 0
         self.has_released = True
         return parameters
-
-
-@contextmanager
-def loop_is_known() -> Iterator[None]:
-    """Steps within are memlab's own: one forward, one backward, one update, and gradients dropped.
-
-    Example:
-        >>> with loop_is_known():
-        ...     pass
-    """
-    token = _loop_is_known.set(True)
-    try:
-        yield
-    finally:
-        _loop_is_known.reset(token)
-
-
-def is_loop_known() -> bool:
-    """Return whether the steps that are being made are memlab's own."""
-    return _loop_is_known.get()
 
 
 class GradientRelease(Technique):
@@ -167,7 +135,7 @@ class GradientRelease(Technique):
 
     @property
     def updates_in_backward(self) -> bool:  # type: ignore[override]
-        return not self._is_withdrawn and (bool(self._seen) or is_loop_known())
+        return not self._is_withdrawn and (bool(self._seen) or is_own_step())
 
     # -- whether it applies --------------------------------------------------------------------
 
@@ -183,12 +151,12 @@ class GradientRelease(Technique):
                 self.field,
                 f"two weights of {workload.name} have their values in one place (tied by .data), and the update of one would "
                 "come before the other's gradient is computed",
-                f"tie them by making both one parameter, or {_LEAVE_OUT}",
+                f"tie them by making both one parameter, or {reasons.LEAVE_OUT}",
             )
         if self.host.accumulates():
-            raise RefusalError(self.field, *_ADDED_UP)
+            raise RefusalError(self.field, *reasons.ADDED_UP)
         own = {id(parameter) for parameter in workload.model.parameters()}
-        if any(each is not self.predecessor and not own.isdisjoint(each._owners) for each in _hearing):
+        if any(each is not self.predecessor and not own.isdisjoint(each._owners) for each in hearing):
             raise RefusalError(
                 self.field,
                 f"{workload.name} has parameters of a model that is under --release-grads already",
@@ -207,19 +175,19 @@ class GradientRelease(Technique):
             raise RefusalError(
                 self.field,
                 f"{name} has a step pre-hook, which comes when gradients are gone",
-                f"remove the hook, or {_LEAVE_OUT}",
+                f"remove the hook, or {reasons.LEAVE_OUT}",
             )
 
     # -- in and out ----------------------------------------------------------------------------
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         undo.callback(self._forget)
-        _hear_of_groups(self, undo)
+        hear_of_groups(self, undo)
         for parameter in workload.model.parameters():
             self._hear_of(parameter, undo)
-        self.notes.append(_WATCHED)
+        self.notes.append(reasons.WATCHED)
         if self.plan.accumulation > 1:
-            self.notes.append(_SPLIT)
+            self.notes.append(reasons.SPLIT)
 
     def _hear_of(self, parameter: torch.Tensor, undo: ExitStack) -> None:
         if parameter.requires_grad and id(parameter) not in self._heard:
@@ -232,7 +200,7 @@ class GradientRelease(Technique):
         undo.callback(self._forget_optimizer, optimizer)
         for parameter in _parameters_of(optimizer):
             # what is no part of the model is updated with it, so that a Ctrl-C finds all updated or none
-            if not any(id(parameter) in other._heard for other in _hearing):
+            if not any(id(parameter) in other._heard for other in hearing):
                 self._hear_of(parameter, undo)
             if self._owners.setdefault(id(parameter), optimizer) is not optimizer:
                 self._owners[id(parameter)] = None
@@ -242,7 +210,7 @@ class GradientRelease(Technique):
         for parameter in optimizer.param_groups[-1]["params"]:
             if self._owners.get(id(parameter), optimizer) is not optimizer:
                 self._owners[id(parameter)] = None
-                self.note_once(_SHARED)
+                self.note_once(reasons.SHARED)
 
     def _forget_optimizer(self, optimizer: Optimizer) -> None:
         for parameter in _parameters_of(optimizer):
@@ -314,11 +282,11 @@ class GradientRelease(Technique):
         self._watch_no_more()
         self._was_called = True
         self._is_called_between |= bool(self._complete)
-        self._is_known = is_loop_known()
+        self._is_known = is_own_step()
         if self._used and not self._is_known and self._watched_thread is not _this_thread():
             raise self._refusal(
                 "the loop goes on in another thread, and whether it has dropped the gradients of the step before was not seen",
-                f"drop them right after step(), or {_LEAVE_OUT}",
+                f"drop them right after step(), or {reasons.LEAVE_OUT}",
             )
         if self._is_known:  # nobody watches what becomes of the loop's gradients around these steps
             self._used.clear()
@@ -349,7 +317,9 @@ class GradientRelease(Technique):
             if self._is_withdrawn:
                 return
             if id(parameter) in self._used:
-                self._refuse("the loop does not drop the gradients of the step before, so that they add up", _LEAVE_OUT)
+                self._refuse(
+                    "the loop does not drop the gradients of the step before, so that they add up", reasons.LEAVE_OUT
+                )
                 return
             self._gone.discard(id(parameter))
             optimizer = self._owners.get(id(parameter))
@@ -358,10 +328,12 @@ class GradientRelease(Technique):
             if self._is_broken:
                 raise _broken()
             if id(parameter) in self._complete:
-                self._refuse(*_ADDED_UP)
+                self._refuse(*reasons.ADDED_UP)
                 return
             if id(parameter) in self._adding:
-                self._refuse("the loop adds to the gradients that an earlier backward() has left", _USE_ACCUMULATE)
+                self._refuse(
+                    "the loop adds to the gradients that an earlier backward() has left", reasons.USE_ACCUMULATE
+                )
                 return
             step = self._steps.get(optimizer) or self._begin_step(optimizer)
             self._hear_of_its_end()
@@ -425,12 +397,12 @@ class GradientRelease(Technique):
         self._notice_broken_pass()
         self._watch_no_more()
         if has_closure:
-            raise self._refusal(*_CLOSURE)
+            raise self._refusal(*reasons.CLOSURE)
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            raise self._refusal(*_SCALED)
+            raise self._refusal(*reasons.SCALED)
         if self._is_called_between:
             raise self._refusal(
-                "the loop calls the model between backward() and step(), when weights are others", _LEAVE_OUT
+                "the loop calls the model between backward() and step(), when weights are others", reasons.LEAVE_OUT
             )
         step = self._steps.get(optimizer)
         if step is not None and step.settings != _settings_of(optimizer):
@@ -441,12 +413,14 @@ class GradientRelease(Technique):
         for parameter in _parameters_of(optimizer):
             completed = self._as_completed.pop(id(parameter), None)
             if completed not in (None, _state_of_gradient(parameter)) and not _was_moved(parameter.grad):
-                raise self._refusal(*_WRITTEN_LATER)
+                raise self._refusal(*reasons.WRITTEN_LATER)
             if completed is not None and not _was_moved(parameter.grad) and gradient_is_held(parameter):
-                raise self._refusal(*_HELD)
+                raise self._refusal(*reasons.HELD)
             if id(parameter) in self._gone and id(parameter) not in self._complete:
                 if id(parameter) in self._used:
-                    raise self._refusal("the loop steps once more with the gradients of the step before", _LEAVE_OUT)
+                    raise self._refusal(
+                        "the loop steps once more with the gradients of the step before", reasons.LEAVE_OUT
+                    )
                 parameter.grad = torch.zeros_like(parameter)  # the loop has zeroed it, and moments and decay go on
 
     def bucket_updated(self, optimizer: Optimizer, parameters: Any) -> None:
@@ -457,7 +431,7 @@ class GradientRelease(Technique):
                 self._drop(parameter)
 
     def close(self) -> None:
-        _hear_no_more(self)  # where the change to this plan was taken back, nothing has undone it
+        hear_no_more(self)  # where the change to this plan was taken back, nothing has undone it
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if optimizer in self._steps and not self._is_known and optimizer not in self._seen:
@@ -494,9 +468,9 @@ class GradientRelease(Technique):
         self._adding.discard(id(tensor))  # it is dropped, or the loop's own matter
         self._notice_broken_pass()
         if id(tensor) in self._complete:
-            done = _what_is_done()
-            if written is None and self._watch.is_resumed and done[0].startswith(_USED_BETWEEN):
-                self._refuse_look(_FREED_EARLY + (_UPDATED if self._has_released else ""))
+            done = reasons.what_is_done()
+            if written is None and self._watch.is_resumed and done[0].startswith(reasons.USED_BETWEEN):
+                self._refuse_look(reasons.FREED_EARLY + (reasons.UPDATED if self._has_released else ""))
             else:
                 self._refuse(*done)
         if written is None or any(isinstance(value, Gone) for value in written):
@@ -518,7 +492,7 @@ class GradientRelease(Technique):
         if any(parameter.untyped_storage()._cdata in places for parameter in updated):
             self._refuse(
                 f"the loop writes to weights between backward() and optimizer.step(){where()}, when they would be updated",
-                f"do that before the forward pass or after step(), or {_LEAVE_OUT}",
+                f"do that before the forward pass or after step(), or {reasons.LEAVE_OUT}",
             )
 
     def gone_zeroed(self, parameter: int) -> None:
@@ -529,14 +503,14 @@ class GradientRelease(Technique):
         """The loop uses the values of a gradient that is gone, or that would be from the next step on."""
         if self._watch.is_resumed:
             if self._gone:
-                self._refuse_look(_FREED)
+                self._refuse_look(reasons.FREED)
             return
         reason = f"the loop uses gradients after optimizer.step(){where()}, when they are gone"
         if self._gone:
-            refusal = self._refusal(reason, _LEAVE_OUT)
+            refusal = self._refusal(reason, reasons.LEAVE_OUT)
             self.host.refused(refusal)
             raise refusal
-        self._refuse(reason, _LEAVE_OUT)
+        self._refuse(reason, reasons.LEAVE_OUT)
 
     def _differentiated(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """The loop asks for gradients of its own, perhaps through weights that would be updated by then."""
@@ -548,13 +522,17 @@ class GradientRelease(Technique):
                 continue
             seen.add(node)
             if id(getattr(node, "variable", None)) in self._complete:
-                self._refuse("the loop calls autograd.grad() between backward() and optimizer.step()", _LEAVE_OUT)
+                self._refuse(
+                    "the loop calls autograd.grad() between backward() and optimizer.step()", reasons.LEAVE_OUT
+                )
                 return
             waiting += [each for each, _ in node.next_functions]  # type: ignore[union-attr]
 
     def _refuse_look(self, reason: str) -> None:
         """Refuse what `_refuse` does, from another cell: what is under way goes on as if there had been no look."""
-        refusal = RefusalError(self.field, reason, _LEAVE_OUT_BEFORE, is_late=self._has_released or bool(self._gone))
+        refusal = RefusalError(
+            self.field, reason, reasons.LEAVE_OUT_BEFORE, is_late=self._has_released or bool(self._gone)
+        )
         refusal.in_loop = True
         if not self.host.withdraw(refusal, as_on_trial=not refusal.is_late):
             raise refusal
@@ -575,40 +553,12 @@ class GradientRelease(Technique):
     def _refusal(self, reason: str, nearest: str) -> RefusalError:
         has_released = self._has_released
         if has_released:
-            reason += _UPDATED
+            reason += reasons.UPDATED
         is_late = has_released or not self._used.isdisjoint(self._gone)
         self.broken_off()
         refusal = RefusalError(self.field, reason, nearest, is_late=is_late)
         refusal.in_loop = True  # raised where the loop touches a gradient
         return refusal
-
-
-_FREED = "--release-grads has freed those of the last step"
-_FREED_EARLY = "--release-grads frees those of a step in its backward pass"
-_UPDATED = "; parameters have been updated with the gradients so far"
-_LEAVE_OUT_BEFORE = "leave it out, or %memfit undo, before a step whose gradients are looked at"
-_USED_BETWEEN = "the loop uses gradients between backward() and optimizer.step()"
-_CLIPPED = (
-    "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",
-    f"leave that out, or {_LEAVE_OUT}",
-)
-_BY_THE_NORM_OF_ALL = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "_get_total_norm")
-_CLOSURE = ("the loop hands optimizer.step() a closure, which may run several times", _LEAVE_OUT)
-_SCALED = (
-    "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
-    "use bf16 without a scaler",
-)
-
-
-_WRITTEN_LATER = (
-    "something writes to gradients once they are complete, as DistributedDataParallel does, when they would be gone",
-    _LEAVE_OUT,
-)
-
-_HELD = (
-    f"{HOLDS_GRADIENTS}, which would be freed under it",
-    _LEAVE_OUT,
-)
 
 
 def _state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
@@ -634,27 +584,6 @@ def _broken() -> SessionError:
     return error
 
 
-def _what_is_done() -> tuple[str, str]:
-    """Reason and nearest for whoever touches a gradient now, from the names of the functions on the stack."""
-    names, clips = [], False
-    frame = sys._getframe(1)
-    while frame is not None:
-        home = str(frame.f_globals.get("__name__", ""))
-        clips |= home.startswith("torch.nn.utils.") and frame.f_code.co_name in _BY_THE_NORM_OF_ALL
-        if not is_memlab(frame):
-            names.append(frame.f_code.co_name)
-        if names[-1:] == ["step"] and home.startswith("torch.optim."):
-            return _CLOSURE  # the update itself looks, within a step that began before this plan
-        frame = frame.f_back  # type: ignore[assignment] # None at the end
-    if clips:
-        return _CLIPPED
-    if any("unscale" in name for name in names):
-        return _SCALED
-    if "zero_grad" in names:
-        return "the loop drops gradients after backward() without a step", _LEAVE_OUT
-    return f"{_USED_BETWEEN}{where()}, when they are gone", _LEAVE_OUT
-
-
 _threads = threading.local()
 
 
@@ -663,35 +592,6 @@ def _this_thread() -> object:
     if not hasattr(_threads, "mark"):
         _threads.mark = object()
     return _threads.mark
-
-
-_hearing: weakref.WeakSet[GradientRelease] = weakref.WeakSet()
-
-
-_instead_of: list[Any] = []  # what ours stands in for, while it does: torch's own, or what a library has put there
-
-
-def _hear_of_groups(technique: GradientRelease, undo: ExitStack) -> None:
-    """Tell a technique of parameters that optimizers get, until undone."""
-    _hearing.add(technique)
-    undo.callback(_hear_no_more, technique)
-    if not _instead_of:
-        _instead_of.append(Optimizer.add_param_group)
-        Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign, assignment]
-
-
-def _hear_no_more(technique: GradientRelease) -> None:
-    _hearing.discard(technique)
-    # below what somebody has put over it since, it stays and passes on
-    if not _hearing and Optimizer.add_param_group is _add_param_group:
-        Optimizer.add_param_group = _instead_of.pop()  # type: ignore[method-assign]
-
-
-@functools.wraps(Optimizer.add_param_group)
-def _add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-    _instead_of[-1](optimizer, param_group)
-    for each in [*_hearing]:
-        each.group_added(optimizer)
 
 
 def _is_own(hook: Any) -> bool:

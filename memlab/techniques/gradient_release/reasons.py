@@ -1,0 +1,59 @@
+"""Notes of gradient release, and its reasons for refusing a loop with what to do instead."""
+
+from __future__ import annotations
+
+import sys
+
+from memlab.techniques.base import HOLDS_GRADIENTS
+from memlab.techniques.gradient_release.watch import is_memlab, where
+
+WATCHED = "the first step of the loop is watched and keeps its gradients; from the second on they are freed in the backward pass"
+SPLIT = "with --accumulate gradients are complete after the last micro-batch, and held until then"
+SHARED = "gradients of parameters that a second optimizer has got are kept from then on"
+USE_ACCUMULATE = "hand over the whole batch and use --accumulate N, or leave --release-grads out"
+LEAVE_OUT = "leave --release-grads out"
+ADDED_UP = (
+    "the loop calls backward() a second time before optimizer.step() (or one was broken off), and gradients add up over both",
+    USE_ACCUMULATE,
+)
+FREED = "--release-grads has freed those of the last step"
+FREED_EARLY = "--release-grads frees those of a step in its backward pass"
+UPDATED = "; parameters have been updated with the gradients so far"
+LEAVE_OUT_BEFORE = "leave it out, or %memfit undo, before a step whose gradients are looked at"
+USED_BETWEEN = "the loop uses gradients between backward() and optimizer.step()"
+CLIPPED = (
+    "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",
+    f"leave that out, or {LEAVE_OUT}",
+)
+_BY_THE_NORM_OF_ALL = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "_get_total_norm")
+CLOSURE = ("the loop hands optimizer.step() a closure, which may run several times", LEAVE_OUT)
+SCALED = (
+    "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
+    "use bf16 without a scaler",
+)
+WRITTEN_LATER = (
+    "something writes to gradients once they are complete, as DistributedDataParallel does, when they would be gone",
+    LEAVE_OUT,
+)
+HELD = (f"{HOLDS_GRADIENTS}, which would be freed under it", LEAVE_OUT)
+
+
+def what_is_done() -> tuple[str, str]:
+    """Return reason and way out for whoever touches a gradient now, from the names of the functions on the stack."""
+    names, clips = [], False
+    frame = sys._getframe(1)
+    while frame is not None:
+        home = str(frame.f_globals.get("__name__", ""))
+        clips |= home.startswith("torch.nn.utils.") and frame.f_code.co_name in _BY_THE_NORM_OF_ALL
+        if not is_memlab(frame):
+            names.append(frame.f_code.co_name)
+        if names[-1:] == ["step"] and home.startswith("torch.optim."):
+            return CLOSURE  # the update itself looks, within a step that began before this plan
+        frame = frame.f_back  # type: ignore[assignment] # None at the end
+    if clips:
+        return CLIPPED
+    if any("unscale" in name for name in names):
+        return SCALED
+    if "zero_grad" in names:
+        return "the loop drops gradients after backward() without a step", LEAVE_OUT
+    return f"{USED_BETWEEN}{where()}, when they are gone", LEAVE_OUT
