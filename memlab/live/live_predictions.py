@@ -164,7 +164,7 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
     if predicted is not None and predicted.refused:
         return PredictedEffect(there, refused=predicted.refused)
     before = prediction_of(without.label, moment.predictions)
-    if predicted is None or before is None:
+    if predicted is None or before is None or before.refused:
         return None
     return PredictedEffect(
         plan=there,

@@ -276,8 +276,7 @@ FIELDS: tuple[PlanField, ...] = (
         "batchnorm", "--batchnorm", "keep|micro",
         "with --accumulate, let BatchNorm take its statistics from each micro-batch, as in accumulation written by hand",
         _choice("--batchnorm", BatchNorm),
-        choices=tuple(BatchNorm), offer="micro", title="BatchNorm", names={"micro": "per micro-batch"}, is_predicted=False,
-        is_of_calls=True,
+        choices=tuple(BatchNorm), offer="micro", title="BatchNorm per micro-batch", is_of_calls=True,
     ),
     PlanField(
         "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",

@@ -110,14 +110,21 @@ class InForce:
         coming = self._coming(plan)
         check_all(coming, self._workload, self.optimizers, self.techniques)
         if not coming and not any(self._leaves(kind, plan) for kind in self._entries):
-            self.plan = plan
+            self._follow(plan)
             return
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with uninterrupted() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
+            self._follow(plan)
             if is_on_gpu and self.techniques != before:
                 torch.cuda.empty_cache()
                 torch._C._host_emptyCache()  # pinned memory, which nobody else on the machine can have meanwhile
+
+    def _follow(self, plan: Plan) -> None:
+        """Have the plan in force, and techniques that stay know of it: what they do beside others may depend on these."""
+        self.plan = plan
+        for technique in self.techniques:
+            technique.plan = plan
 
     @property
     def held_tensors(self) -> tuple[torch.Tensor, ...]:

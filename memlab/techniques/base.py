@@ -153,7 +153,7 @@ class Technique:
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
-        """The part of the plan this technique depends on; equal settings are kept when a plan changes."""
+        """The part of the plan that `check` and what is attached depend on; equal settings are kept when a plan changes."""
         return getattr(plan, cls.field)
 
     def check(self, workload: Workload) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from memlab import Plan, RefusalError, Workload, fit
+from memlab import Plan, PlanError, RefusalError, Workload, fit
 from memlab.measuring.ledger import Ledger
+from memlab.plan import FIELDS
 from memlab.records import Category
 from memlab.session import session_of, sessions
 from memlab.session.in_force import InForce
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
+from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.checkpointing.checkpointing import Checkpointing
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
@@ -53,6 +56,49 @@ def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=PLAN_PAIRS, ids=lambda pair: f"{pair[0] or 'nothing'} → {pair[1] or 'nothing'}")
 def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layers", [(8, 8), (600, 600), (8, 8, 8)], ids=["small", "large", "BatchNorm"])
+def test_what_a_check_says_depends_on_the_setting_alone(layers: tuple[int, ...]) -> None:
+    """A technique whose setting stays is not asked again, neither by a change nor by a prediction."""
+    between = [nn.BatchNorm1d(8)] if len(layers) > 2 else []
+    model = nn.Sequential(nn.Linear(*layers[:2]), *between, nn.Linear(*layers[-2:]))
+    workload = Workload(model, torch.optim.AdamW(model.parameters()))
+    said: dict[Any, dict[str, str]] = {}
+    for one, other in itertools.product(FIELDS, FIELDS):
+        for text, beside in itertools.product(one.choices, other.choices):
+            with suppress(PlanError):
+                plan = Plan().with_setting(one.name, text).with_setting(other.name, beside)
+                for kind in TECHNIQUES:
+                    if is_wanted(kind, plan) and not kind.is_engine:
+                        said.setdefault((kind, kind.setting(plan)), {})[answer(kind(plan), workload)] = plan.label
+    assert [told for told in said.values() if len(told) > 1] == []
+
+
+def answer(technique: Technique, workload: Workload) -> str:
+    try:
+        technique.check(workload)
+        technique.check_optimizer(workload.optimizers[0])
+    except RefusalError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_techniques_that_stay_know_the_plan_in_force() -> None:
+    model = nn.Linear(8, 8)
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--accumulate 2") as session:
+        (before,) = session.techniques
+        session.switch("--accumulate 2 --bf16", now=True)
+        assert before in session.techniques
+        assert {each.plan for each in session.techniques} == {session.plan}
+
+
+def test_a_setting_that_gives_nothing_without_another_is_refused_once_that_goes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--accumulate 2 --batchnorm micro") as session:
+        with pytest.raises(RefusalError, match="--batchnorm micro changes nothing without --accumulate N"):
+            session.switch("--batchnorm micro", now=True)
+        assert session.plan == Plan.parse("--accumulate 2 --batchnorm micro")
 
 
 class TestErrors:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.plan import Plan
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
@@ -34,6 +35,10 @@ class MicroStatistics(Technique):
             gives_nothing="without --accumulate, or without BatchNorm in the model; both are refused",
         ),
     )
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        return plan.batchnorm, plan.accumulation > 1
 
     def check(self, workload: Workload) -> None:
         if self.plan.accumulation == 1:

@@ -87,8 +87,8 @@ class Tiling(Technique):
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
-        # whose forward a chunked loss replaces is none of this one's
-        return plan.tiling, plan.loss
+        # whose forward a chunked loss replaces is none of this one's; some layers are tiled under autocast alone
+        return plan.tiling, plan.loss, plan.precision in _WITHOUT_CASTS
 
     def check(self, workload: Workload) -> None:
         model = workload.model
