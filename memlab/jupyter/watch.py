@@ -50,6 +50,7 @@ from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import live_optimizers, optimizers_of, steps_others, steps_some_of, unwrap_model
 from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session, fit, require_compatible, session_of, train_together
+from memlab.session.nested import fit_in_place_of
 
 # a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
 _MOST_CALLS_OF_A_STEP = 64
@@ -197,7 +198,7 @@ class CellWatch:
             self._undo.callback(self._device.close)
         before = attached.plan if attached is not None else Plan()
         try:
-            session = _session_for(workload, None if self._choose is not None else self._plan)
+            session = _session_for(workload, None if self._choose is not None else self._plan, self.sessions)
         except MemlabError as refusal:
             if self._changes_something or attached is not None:
                 raise
@@ -543,10 +544,10 @@ def _title(sessions: Sequence[Session], batch: Batch | None, device: str, steps:
     return " · ".join(["memfit", described, *called_with, device, counted])
 
 
-def _session_for(workload: Workload, plan: Plan | None) -> Session:
+def _session_for(workload: Workload, plan: Plan | None, beside: Sequence[Session]) -> Session:
     session = session_of(workload.model)
     if session is None:
-        return fit(workload.held_weakly(), plan or Plan())
+        return fit_in_place_of(workload.held_weakly(), plan, beside)
     known = {id(optimizer) for optimizer in session.workload.optimizers}
     if known and any(id(optimizer) not in known for optimizer in workload.optimizers):
         # the old optimizer, and the moments it keeps, must not live on in the session

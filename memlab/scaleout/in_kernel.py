@@ -46,6 +46,8 @@ Optimizer = torch.optim.Optimizer
 class InKernel(LiveEngine):
     """Base of the engines in this process."""
 
+    passes_each_call = False  # whether it must have run the backward pass of a call before the next call
+
     def __init__(self, plan: Plan, workload: Workload) -> None:
         self.plan = plan
         self.workload = workload
@@ -57,7 +59,7 @@ class InKernel(LiveEngine):
         self._optimizers: list[Optimizer] = []
         self._storage_resized: Resized = lambda _storage: None
         self._is_under_way = False  # a call, a backward pass or a step; afterwards, whether one has failed
-        self._updates = 0
+        self._updates = self._passes = 0
 
     # -- on ------------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ class InKernel(LiveEngine):
             return own(*args, **kwargs)
         again = OwnBackward(
             self.workload.model, own, args, kwargs,
-            device=self.device, is_apart=self._is_apart, updates=lambda: self._updates,
+            device=self.device, is_apart=self._is_apart, updates=lambda: self._updates, passes=lambda: self._passes,
         )  # fmt: skip
         return again.run(self._trained)
 
@@ -177,6 +179,7 @@ class InKernel(LiveEngine):
 
     def _backward_ended(self) -> None:
         self._is_under_way = False
+        self._passes += self.passes_each_call
 
     def _recover(self) -> None:
         """An engine in which something has failed is made anew; weights, moments and gradients are with the user."""

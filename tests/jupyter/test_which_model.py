@@ -475,3 +475,23 @@ for model in models:
     said = " ".join(told.out.split())
     assert "refused --fp16: session: this cell trains models[0] and model, and --fp16 treats" in said
     assert said.endswith("name one model with --model; as written is back")
+
+
+def test_a_model_that_is_wrapped_later_is_one_model(cell: Cell) -> None:
+    cell(SETUP + "model = net()\noptimizer = torch.optim.AdamW(model.parameters())")
+    cell("%%memfit --checkpoint\n" + LOOP)
+    cell("""
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, rows):
+        return self.inner(rows)
+model = Wrapper(model)""")
+    assert "\n--checkpoint " in cell("%%memfit --quiet\n" + LOOP).out  # a row; the plan stays in force
+    ran = cell("%%memfit --quiet --release-grads\n" + LOOP)
+    assert ran.error is None
+    assert "\n--release-grads " in ran.out
+    assert "in place of Sequential, which is part of Wrapper" in cell("%memfit").out
+    cell("%memfit undo")
+    assert sessions() == ()

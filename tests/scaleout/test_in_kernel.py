@@ -331,6 +331,20 @@ def remembered(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def two_calls(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As the judge of real and made ones is trained."""
+    loss: torch.Tensor = model(x).square().mean() + model(-x).square().mean()
+    loss.backward()
+    return loss
+
+
+def latest_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = (model(each).square().mean() for each in (x, -x))
+    second.backward()
+    first.backward()
+    return first + second
+
+
 def _steps(loop: Callable[..., torch.Tensor], flags: str, *, asked: bool = False) -> tuple[list[float], nn.Module]:
     torch.manual_seed(0)
     model = Remembering()
@@ -348,7 +362,7 @@ def _steps(loop: Callable[..., torch.Tensor], flags: str, *, asked: bool = False
 
 @engines("--scale fsdp2", "--scale zero1", "--scale zero2", "--scale zero3")
 def test_a_backward_pass_that_an_engine_cannot_run_gives_the_gradients_of_the_loop(flags: str) -> None:
-    loops = [some_first, penalized, attacked, functional, transformed, twice, remembered]
+    loops = [some_first, penalized, attacked, functional, transformed, twice, remembered, two_calls, latest_first]
     loops += [asked_for, named] if "fsdp2" in flags else []
     for loop in loops:
         losses, model = _steps(loop, flags)

@@ -53,6 +53,7 @@ class LiveZero(InKernel):
     def __init__(self, plan: Plan, workload: Workload) -> None:
         super().__init__(plan, workload)
         self._stage = int(plan.scale.removeprefix("zero"))
+        self.passes_each_call = self._stage > 1
         self._engine: DeepSpeedEngine | None = None
 
         self._optimizer: Optimizer | None = None

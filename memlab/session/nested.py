@@ -1,0 +1,61 @@
+"""A session for a model that was wrapped, or taken out of its wrapper, since another session was made: `fit_in_place_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from memlab.errors import MemlabError
+from memlab.plan import Plan
+from memlab.runtime.workload import Workload
+from memlab.session.session import Session, fit
+from memlab.session.together import sessions
+
+
+def fit_in_place_of(workload: Workload, plan: Plan | None, beside: Sequence[Session]) -> Session:
+    """Make a session, and end those of the model's parts or of what it is a part of: two would work on the same layers.
+
+    Args:
+        workload: what is trained now.
+        plan: the plan to apply; None for the plan of the sessions that end, where it applies.
+        beside: sessions that stay, as their models train in the same loop.
+
+    Raises:
+        MemlabError: the plan does not apply; all is as before.
+    """
+    earlier = [each for each in sessions() if each not in beside and _are_nested(each.workload.model, workload.model)]
+    plans = [each.plan for each in earlier]
+    kept = next((each for each in plans if each != Plan()), Plan())
+    try:
+        for each in earlier:
+            each.switch(Plan(), now=True)
+        session, refusal = _fit(workload, kept if plan is None else plan, is_needed=plan is not None)
+    except BaseException:
+        for each, before in zip(earlier, plans, strict=True):
+            each.switch(before, now=True)
+        raise
+    for each in earlier:
+        each.undo()
+        session.log.note(f"in place of {each.workload.name}, which is {_how(each.workload.model, workload)}")
+    if refusal is not None:
+        session.log.note(f"without {kept.label}, the plan of {earlier[0].workload.name}: {refusal}")
+    return session
+
+
+def _fit(workload: Workload, plan: Plan, *, is_needed: bool) -> tuple[Session, MemlabError | None]:
+    try:
+        return fit(workload, plan), None
+    except MemlabError as refusal:
+        if is_needed or plan == Plan():
+            raise
+        return fit(workload), refusal.with_traceback(None)
+
+
+def _are_nested(one: nn.Module, other: nn.Module) -> bool:
+    return one is not other and (any(part is one for part in other.modules()) or any(p is other for p in one.modules()))
+
+
+def _how(model: nn.Module, workload: Workload) -> str:
+    is_part = any(part is model for part in workload.model.modules())
+    return f"part of {workload.name}" if is_part else f"trained as its {workload.name} alone"
