@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from memlab.errors import RefusalError
@@ -63,26 +64,44 @@ def _peak(plan: Plan, history: History) -> str:
 def out_of_memory_advice(
     error: BaseException, session: Session | None, batch: Batch | None, keep: Collection[str] = ()
 ) -> str:
-    """Return what to try when memory ran out: the first fallback that applies here."""
+    """Return why memory that ran out was not rescued, and what to try: the first fallback that applies here."""
     if session is None:
         return "memfit: out of memory before any model was trained under a plan."
-    said = f"memfit: out of memory under {session.plan.label}."
+    said = f"memfit: out of memory under {session.plan.label}"
     if isinstance(error, NothingFitsError):
-        return said
-    next_plan = _next_plan(session, batch, keep)
+        return f"{said}."
+    said += f": {session.log.not_rescued}." if session.log.not_rescued else "."
+    place = _place(error)
+    if place is Place.STEP:
+        said += " The update had begun, and may be done for a part of the weights: load a checkpoint to go on."
+    next_plan = _next_plan(session, batch, place, keep)
+    if next_plan is None and place is Place.STEP:
+        return f"{said} No plan makes this update smaller: take an optimizer that keeps less (--adam8bit, --optim)."
     if next_plan is None:
         return f"{said} No plan that needs less applies here: make the batch smaller or its sequences shorter."
     return f"{said} Try next: %%memfit {next_plan}"
 
 
-def _next_plan(session: Session, batch: Batch | None, keep: Collection[str]) -> Plan | None:
+def _place(error: BaseException) -> Place:
+    """Return where memory ran out, as far as the frames of an error tell: in an optimizer's update, or before it."""
+    place = Place.FORWARD
+    for entry in entries(error.__traceback__):
+        this = entry.tb_frame.f_locals.get("self")
+        if isinstance(this, torch.optim.Optimizer) and entry.tb_frame.f_code.co_name == "step":
+            place = Place.STEP
+        elif isinstance(this, (nn.Module, torch.Tensor)):  # a closure has called the model, or `backward()`
+            place = Place.FORWARD
+    return place
+
+
+def _next_plan(session: Session, batch: Batch | None, place: Place, keep: Collection[str]) -> Plan | None:
     """The first fallback that applies, as a rescue would find it; None without one."""
     rows = (batch.rows or 1) if batch is not None else 2 * session.plan.accumulation
     has_optimizer = bool(session.workload.optimizers)
     refused: set[Plan] = set()
     while True:
         fallbacks = next_plans(
-            session.plan, Place.FORWARD, rows=rows, keep=keep, has_optimizer=has_optimizer, refused=refused,
+            session.plan, place, rows=rows, keep=keep, has_optimizer=has_optimizer, refused=refused,
             half=half_of(session.workload.device),
         )  # fmt: skip
         plan = next((fallback.plan for fallback in fallbacks), None)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 # what the loop asks of tensors within the model's one node is heard by a mode, which stays away from compiled code
 _FEATURES = "the model leaves tensors with a graph beside its output, and something was compiled in this process"
+_IN_BACKWARD = "memory that runs out in a call within a backward pass (of a hook, say) is not rescued"
 
 
 class Rescuer:
@@ -86,7 +87,6 @@ class Rescuer:
         self.is_armed = evidence is None  # whether the step under way is guarded
         # whether memory cannot run out on this device, so that there is nothing to do
         self.is_idle = evidence is not None and not evidence.is_limited
-        self._not_served: set[str] = set()
         self._derives_itself = False  # the model runs a backward pass in its forward
         self._session: weakref.ref[Session] | None = None
         self._loop_code = LoopCode(self)
@@ -140,6 +140,8 @@ class Rescuer:
         self.recovery.work_begins()
         if self._derives_itself or not _can_be_guarded(self._model):
             return _as_written
+        if torch._C._current_graph_task_id() != -1:
+            return self._call_in_backward
         self.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
         unserved = ""
         if is_within_checkpoint():  # which counts what one run saves, and none that is begun again
@@ -148,7 +150,7 @@ class Rescuer:
             unserved = "with computed weights (functional_call)"
         if unserved:
             if self.is_armed:
-                self._live_session.log.note_once(f"memory that runs out in a call {unserved} is not rescued")
+                self._live_session.log.note_not_rescued(f"memory that runs out in a call {unserved} is not rescued")
             return _as_written
         if not self.is_armed:
             return self._call_unguarded
@@ -184,12 +186,12 @@ class Rescuer:
             output = self.recovery.until_it_fits(work, make_room)
             if guarded is not None and guarded.leaves_features and has_compiled_code():
                 self._leaves_features = goes_on = True
-                self._live_session.log.note_once(
+                self._live_session.log.note_not_rescued(
                     f"memory that runs out in a backward pass is not rescued while {_FEATURES}"
                 )
             elif guarded is not None and guarded.goes_on:
                 goes_on = True
-                self._live_session.log.note_once(
+                self._live_session.log.note_not_rescued(
                     f"a call of {type(self._model).__name__} goes on from the graph of an earlier one: memory that runs out in its "
                     "backward pass is not rescued"
                 )
@@ -213,7 +215,7 @@ class Rescuer:
         """Note where a model runs a backward pass in its forward, whose gradients are the parameters' from then on."""
         if self._current_aliases().deliver():
             self._derives_itself = True
-            self._live_session.log.note_once(
+            self._live_session.log.note_not_rescued(
                 f"{type(self._model).__name__} runs a backward pass in its forward, which cannot be repeated: memory that runs "
                 "out there is not rescued"
             )
@@ -265,7 +267,7 @@ class Rescuer:
     def _call_openly(self, why: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward whose backward pass cannot be repeated: its graph is the loop's."""
         session = self._live_session
-        session.log.note_once(f"memory that runs out in a backward pass is not rescued while {why}")
+        session.log.note_not_rescued(f"memory that runs out in a backward pass is not rescued while {why}")
         self.recovery.rows = Batch(args, kwargs).rows or 1
         start, weights = Start(self._model, session.workload.device), Weights(self._model)
 
@@ -277,6 +279,15 @@ class Rescuer:
             weights = Weights(self._model)
 
         return self.recovery.until_it_fits(lambda: run(*args, **kwargs), make_room)
+
+    def _call_in_backward(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call that a hook of the loop's makes, or a recomputation: the pass around it cannot be repeated from here."""
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            if is_out_of_memory(error):
+                self._live_session.log.note_not_rescued(_IN_BACKWARD)
+            raise
 
     def _guarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GuardedCall:
         guarded = GuardedCall(self._model, run, args, kwargs, self._current_aliases(), self)
@@ -325,15 +336,13 @@ class Rescuer:
 
     def _serves(self, optimizer: torch.optim.Optimizer) -> bool:
         self.leave_own_code()
+        is_served = is_separable(optimizer)
+        self.recovery.is_in_step = not is_served  # also for what is armed only when memory runs out in its closure
         if not self.is_armed or self._live_session.shares(optimizer):
             return False
-        is_served = is_separable(optimizer)
-        self.recovery.is_in_step = not is_served
-        name = type(optimizer).__name__
-        if not is_served and name not in self._not_served:
-            self._not_served.add(name)
-            self._live_session.log.note(
-                f"{name}: memory that runs out in its update is not rescued, as it cannot be done in parts"
+        if not is_served:
+            self._live_session.log.note_not_rescued(
+                f"memory that runs out in the update of {type(optimizer).__name__} is not rescued, as it cannot be done in parts"
             )
         return is_served
 
@@ -454,12 +463,8 @@ def _as_written(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _can_be_guarded(model: torch.nn.Module) -> bool:
-    """Return whether a call is outside of function transforms, and of a backward pass that recomputes a part of the loop."""
-    return (
-        not why_as_written()
-        and torch._C._current_graph_task_id() == -1
-        and any(parameter.requires_grad for parameter in model.parameters())
-    )
+    """Return whether a call is outside of function transforms, and trains the model."""
+    return not why_as_written() and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _is_plain(parameter: torch.nn.Parameter) -> bool:

@@ -20,6 +20,7 @@ class Log(list[LogEntry]):
     """Entries in order."""
 
     steps = 0  # optimizer steps that are over; an entry belongs to the step after them
+    not_rescued = ""  # where memory that runs out is not rescued, as told last; empty for nowhere
 
     def note(self, text: str, step: int | None = None) -> None:
         """Add an entry, for a step or for now."""
@@ -29,3 +30,8 @@ class Log(list[LogEntry]):
         """Add an entry, unless it is there already."""
         if all(entry.text != text for entry in self):
             self.note(text)
+
+    def note_not_rescued(self, text: str) -> None:
+        """Add once where memory that runs out is not rescued, for the advice if it does."""
+        self.not_rescued = text
+        self.note_once(text)

@@ -250,14 +250,16 @@ def test_out_of_memory_names_the_first_thing_to_try(made: Cell) -> None:
     text = ran.out + ran.err
     assert isinstance(ran.error, torch.OutOfMemoryError)
     assert "OutOfMemoryError: memlab CPU device out of memory. Tried to allocate" in text
-    assert "memfit: out of memory under as written. Try next: %%memfit --accumulate 2\n" in text
+    # it ran out in the update, which smaller batches do not make smaller
+    begun = "The update had begun, and may be done for a part of the weights: load a checkpoint to go on."
+    assert f"memfit: out of memory under as written. {begun} Try next: %%memfit --offload optimizer\n" in text
     assert text.count("Traceback (most recent call last)") == 1
 
 
 def test_out_of_memory_advises_what_the_cell_may_change(made: Cell) -> None:
     """The settings that are configured to stay are for cells that name none, in the advice as in a rescue."""
     made("%config MemLab.keep = 'accumulation'\n%config MemLab.rescue = False")
-    ran = made(f"%%memfit --capacity 20KiB --keep precision\n{TRAIN}")
+    ran = made(f"%%memfit --capacity 12KiB --keep precision\n{TRAIN}")
     assert "Try next: %%memfit --accumulate 2\n" in ran.out + ran.err
 
 

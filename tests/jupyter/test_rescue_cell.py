@@ -223,3 +223,47 @@ for _ in range(2):
             assert cell(f"%%memfit --capacity 8GiB --quiet{loop}").error is None
         assert shell.user_ns["seen"] == pytest.approx(expected)
         cell("%memfit undo")
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (
+            "opt = Greedy(model.parameters())\nfor i in range(2):\n    model(x, t)['loss'].backward(); opt.step(); opt.zero_grad()",
+            "memory that runs out in the update of Greedy is not rescued, as it cannot be done in parts. The update had begun, and "
+            "may be done for a part of the weights: load a checkpoint to go on. ",
+        ),
+        (
+            "whole = model(x, t)['loss']\nleaf = torch.zeros(1, requires_grad=True)\n"
+            "def within(gradient):\n    with torch.enable_grad():\n        model(x.repeat(999, 1, 1), t)['loss'].backward()\n"
+            "leaf.register_hook(within)\noptimizer.step()\nleaf.sum().backward()",
+            "memory that runs out in a call within a backward pass (of a hook, say) is not rescued. ",
+        ),
+    ],
+    ids=["an update of one's own", "a call of a hook"],
+)
+def test_what_is_not_rescued_says_why_and_what_to_try(cell: Cell, loop: str, said: str) -> None:
+    cell(BLOCKS)
+    cell("""
+class Greedy(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+    def step(self, closure=None):
+        torch.zeros(2**28, device=self.param_groups[0]["params"][0].device)
+""")
+    ran = cell(f"%%memfit --capacity 40MiB\n{loop}")
+    assert isinstance(ran.error, torch.OutOfMemoryError)
+    assert f"memfit: out of memory under as written: {said}" in ran.out + ran.err
+
+
+def test_an_optimizer_that_keeps_its_own_step_is_not_said_to_be_as_before(cell: Cell) -> None:
+    cell(BLOCKS)
+    cell("optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)")
+    ran = cell("""%%memfit --capacity 5MiB
+def closure():
+    optimizer.zero_grad()
+    loss = model(x.repeat(64, 1, 1), t.repeat(64, 1, 1))["loss"]
+    loss.backward()
+    return loss
+optimizer.step(closure)""")
+    assert "the optimizer was in the middle of step 1: load a checkpoint to go on" in ran.out + ran.err

@@ -448,7 +448,7 @@ def test_what_cannot_be_rescued_is_said_once() -> None:
     with fit(Workload(model, optimizer), rescue=True) as session:
         train(model, optimizer, range(3))
         assert [entry.text for entry in session.log if "Own" in entry.text] == [
-            "Own: memory that runs out in its update is not rescued, as it cannot be done in parts"
+            "memory that runs out in the update of Own is not rescued, as it cannot be done in parts"
         ]
 
 
