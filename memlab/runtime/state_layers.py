@@ -7,6 +7,8 @@ Rules:
 2. Checkpoints are in the user's own format: leaving unpacks, loading packs, and live state is not touched.
 3. Torch hands out the live tensors in `state_dict()`, and takes those it is given in `load_state_dict()`. So tensors that were
    handed out or taken in follow the state after each step, for as long as the loop holds them and the state goes on.
+4. An entry of `optimizer.state` that the loop holds (`note_held`) is filled whenever the state is a plain dict again, and is the
+   entry then. Who holds it is told by its count of references: nothing else says so of a dict.
 """
 
 from __future__ import annotations
@@ -120,6 +122,32 @@ class PackedState(dict[str, Any]):
                 self.closed = self.around(dict(self))
                 self.clear()
                 self.update(own)
+
+
+def shown(
+    resident: State,  # what is kept
+    names: frozenset[str],  # those of the user's own form
+    optimizer: Optimizer,
+    parameter: Parameter,
+    techniques: Callable[
+        [], Sequence[Technique] | None
+    ],  # a method; what it gives is None while an update is under way
+    why: str,  # in words, where a name is gone
+) -> PackedState:
+    """Return state as the loop may find it, which keeps nothing alive."""
+    method, of, owner = weakref.WeakMethod(techniques), weakref.ref(parameter), weakref.ref(optimizer)
+
+    def own_form(state: State) -> State | None:
+        asked, parameter, optimizer = method(), of(), owner()
+        layers = None if asked is None else asked()
+        if layers is None or parameter is None or optimizer is None:
+            return None
+        try:
+            return canonical(optimizer, parameter, state, layers)
+        except torch.OutOfMemoryError:  # as there would not be without memlab: it is read as it is kept
+            return None
+
+    return PackedState(resident, names, own_form, why)
 
 
 @dataclass
@@ -255,6 +283,7 @@ def remove_layer(
 def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
     layers = [technique for technique in techniques if technique.changes_state]
+    _held.pop(optimizer, None)  # in torch, too, entries are others once a state dict was loaded
     for parameter, state in held_states(optimizer):
         with at_home(techniques, [parameter], updates=False):
             set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
@@ -427,13 +456,76 @@ def held_states(optimizer: Optimizer) -> list[tuple[Any, State]]:
 
 def set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
     """Keep new state, or none: an empty entry would read as state that exists."""
+    before = optimizer.state.get(parameter)
+    held = _held.get(optimizer, {}).get(id(parameter))
+    if held is not None and held.is_of(before):
+        state = held.filled(state)
     followed = _followed.get(optimizer, {}).get(id(parameter))
-    if followed is not None and optimizer.state.get(parameter) is followed.state:
+    if followed is not None and before is followed.state:
         followed.state = state
     if state:
         optimizer.state[parameter] = state
     else:
         optimizer.state.pop(parameter, None)
+
+
+@dataclass
+class _Held:
+    """Entries that the loop holds of one parameter.
+
+    Args:
+        entries: what it holds.
+        current: the entry that is in `optimizer.state`; where the loop has put another one there, none of these is filled.
+    """
+
+    entries: list[State]
+    current: State | None
+
+    def is_of(self, state: State | None) -> bool:
+        return self.current is state or not (self.current or state)
+
+    def filled(self, state: State) -> State:
+        """Give the entries what a plain state holds; return the one that is to be in its place."""
+        if state and type(state) is dict:
+            for entry in self.entries:
+                if entry is not state:
+                    entry.clear()
+                    entry.update(state)
+                if isinstance(entry, PackedState):
+                    entry.closed = entry.closed or entry.around({})
+            state = next((entry for entry in self.entries if type(entry) is dict), state)
+        self.current = state or None
+        return state
+
+
+# by id of the parameter
+_held: MutableMapping[Optimizer, dict[int, _Held]] = WeakIdKeyDictionary()
+_REFERENCES = 3  # of an entry that nobody holds: from `optimizer.state`, from here, and to count them
+
+
+def note_held(optimizers: Sequence[Optimizer]) -> None:
+    """Note entries of optimizers' state that the loop holds, before they are replaced; nothing else may hold them meanwhile."""
+    for optimizer in optimizers:
+        before, now = _held.pop(optimizer, {}), {}
+        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+            state, known = optimizer.state.get(parameter), before.pop(id(parameter), None)
+            entries = known.entries if known is not None and known.is_of(state) else []
+            del known
+            entries = [entry for entry in entries if entry is not state and sys.getrefcount(entry) > _REFERENCES]
+            followed = _followed.get(optimizer, {}).get(id(parameter))
+            ours = _REFERENCES + (followed is not None and followed.state is state)
+            if isinstance(state, dict) and state and sys.getrefcount(state) > ours:
+                entries.append(state)
+            if entries:
+                now[id(parameter)] = _Held(entries, state)
+        if now:
+            _held[optimizer] = now
+
+
+def forget_held(optimizers: Sequence[Optimizer]) -> None:
+    """Keep nothing for entries that the loop holds: they are in their places."""
+    for optimizer in optimizers:
+        _held.pop(optimizer, None)
 
 
 def order_state(optimizer: Optimizer, known: int) -> None:

@@ -112,6 +112,7 @@ class InForce:
         if not coming and not any(self._leaves(kind, plan) for kind in self._entries):
             self._follow(plan)
             return
+        state_layers.note_held(self.optimizers)
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with uninterrupted() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
@@ -125,6 +126,8 @@ class InForce:
         self.plan = plan
         for technique in self.techniques:
             technique.plan = plan
+        if not any(technique.changes_state for technique in self.techniques):
+            state_layers.forget_held(self.optimizers)
 
     @property
     def held_tensors(self) -> tuple[torch.Tensor, ...]:

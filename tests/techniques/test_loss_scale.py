@@ -162,8 +162,8 @@ def test_an_output_that_computes_when_the_loop_calls_it(precision: str) -> None:
     with fit(Workload(model), f"--{precision}"), pytest.raises(RefusalError) as caught:
         model(rows)
     assert str(caught.value) == (
-        f"precision: Later does not run in {precision}: its output is a function, which computes with {precision} values when "
-        "the loop calls it; leave its precision as it is"
+        f"precision: Later does not run in {precision}: its output is a function, which computes when "
+        f"the loop uses it, past {precision}; leave its precision as it is"
     )
 
 

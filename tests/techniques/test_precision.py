@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -276,7 +277,8 @@ class TestPureBf16:
             training_step(load)
             saved = load.optimizers[0].state_dict()["state"][0]
             assert saved["exp_avg"].dtype is torch.float32
-            assert load.optimizers[0].state[next(load.model.parameters())]["exp_avg"].dtype is torch.bfloat16
+            kept = dict(load.optimizers[0].state[next(load.model.parameters())])
+            assert kept["exp_avg"].dtype is torch.bfloat16
 
     def test_what_the_loop_puts_in_place_of_weights_stays(self) -> None:
         model = nn.Linear(8, 8)
@@ -1499,3 +1501,53 @@ def test_an_average_in_compiled_code_is_one_of_the_masters() -> None:
             expected = [a.lerp(p.detach(), 0.25) for a, p in zip(mean, copy.deepcopy(model).parameters(), strict=True)]
             average(mean, list(model.parameters()))
             assert all(map(torch.equal, mean, expected))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def test_a_parametrized_weight_that_the_loop_assigns_is_the_next_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    optimizer = torch.optim.AdamW(model.parameters())
+    assigned = torch.randn(8, 8)
+    with fit(Workload(model, optimizer), "--precision pure-bf16"):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        model[0].weight = assigned
+    torch.testing.assert_close(model[0].weight, assigned, rtol=0, atol=0)
+
+
+class Later(nn.Module):
+    """Computes when the loop uses what it returns."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.how, self.calls = how, 0
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        self.calls += 1
+        if self.how == "generator" or self.calls > 2:
+            return (layer(rows) for layer in self.layers)
+        if self.how == "closure":
+            return lambda: self.layers[0](rows)
+        return [layer(rows) for layer in self.layers]
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16"])
+@pytest.mark.parametrize(("how", "kind"), [("generator", "generator"), ("closure", "function"), ("later", "generator")])
+def test_what_computes_when_the_loop_uses_it_is_refused(flags: str, how: str, kind: str) -> None:
+    model = Later(how)
+    name = flags.removeprefix("--")
+    said = f"Later does not run in {name}: its output is a {kind}, which computes when the loop uses it, past {name}; "
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), flags):
+        with pytest.raises(RefusalError, match=re.escape(said)):
+            for _ in range(3):
+                model(torch.randn(4, 8))
+    nn.Linear(1, 1)(torch.ones(1)).sum().backward()  # what torch runs backward passes with is put back by the next one

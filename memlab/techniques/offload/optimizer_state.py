@@ -15,7 +15,6 @@ Three ways, of which the first that applies is taken:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
-from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical
+from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, State, Stepper, Technique
 from memlab.techniques.offload import link as _link
@@ -129,18 +128,10 @@ class OffloadOptimizer(Technique):
         names = frozenset(self._kept[parameter])
         if not names or home_of(parameter).type == "cpu":
             return resident
-        technique, of, owner = weakref.ref(self), weakref.ref(parameter), weakref.ref(optimizer)
+        return shown(resident, names, optimizer, parameter, self._layers_at_rest, "under --offload optimizer")
 
-        def own_form(state: State) -> State | None:
-            me, parameter, optimizer = technique(), of(), owner()
-            if me is None or parameter is None or optimizer is None or me._is_stepping:
-                return None
-            try:
-                return canonical(optimizer, parameter, state, me.host.techniques())
-            except torch.OutOfMemoryError:  # as there would not be without memlab: it is read where it rests
-                return None
-
-        return PackedState(resident, names, own_form, "under --offload optimizer")
+    def _layers_at_rest(self) -> Sequence[Technique] | None:
+        return None if self._is_stepping else self.host.techniques()
 
     def unpack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         kept = self._kept.get(parameter, {})

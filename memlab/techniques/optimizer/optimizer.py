@@ -15,7 +15,6 @@ Rules:
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -29,7 +28,7 @@ from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan, Tier
 from memlab.runtime.buckets import group_of
 from memlab.runtime.optimizer_step import unhooked_step
-from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, canonical, set_state
+from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, set_state, shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
@@ -242,15 +241,10 @@ class _Conversion:
         if self._source.holds(parameter, resident):
             return resident
         names = self._source.names if form.keeps_second else frozenset[str]()
-        conversion, of, owner = weakref.ref(self), weakref.ref(parameter), weakref.ref(optimizer)
+        return shown(resident, names, optimizer, parameter, self._layers_at_rest, f"under --optim {self._choice}")
 
-        def own_form(state: State) -> State | None:
-            me, parameter, optimizer = conversion(), of(), owner()
-            if me is None or parameter is None or optimizer is None or me._is_updating:
-                return None
-            return canonical(optimizer, parameter, state, me._techniques())
-
-        return PackedState(resident, names, own_form, f"under --optim {self._choice}")
+    def _layers_at_rest(self) -> Sequence[Technique] | None:
+        return None if self._is_updating else self._techniques()
 
     def _delegate_of(self, parameter: Parameter) -> _Delegate:
         return self._main if self._main is self._rest or self._updates.get(parameter) else self._rest

@@ -81,7 +81,7 @@ class FirstCalls:
                 said = f"with {whole}, which its forward pass changes, in fp32: "
                 return self.run(name, model, call, args, kwargs, but=said)
             left = self._left_unscaled(before.effects(), output)
-            later = None if self._precision is Precision.PURE_BF16 else _computing_later(output, self._precision)
+            later = _computing_later(output, self._precision)
             if left is None and later is None:
                 return output
             said = f"its gradients are scaled at the output, and {left} is past it" if later is None else later
@@ -196,15 +196,22 @@ class _Frozen:
         return True
 
 
+def refuse_computing_later(name: str, output: Any, precision: Precision) -> None:
+    """Refuse an output that computes when the loop uses it, past autocast. Raises `RefusalError`: it does."""
+    said = _computing_later(output, precision)
+    if said is not None:
+        raise RefusalError(_FIELD, f"{name} does not run in {precision}: {said}", "leave its precision as it is")
+
+
 def _computing_later(output: Any, precision: Precision) -> str | None:
-    """Say which part of an output computes with low values when the loop calls it, past autocast; None for none."""
+    """Say which part of an output computes when the loop uses it, past autocast; None for none."""
+    if precision not in AUTOCAST_DTYPES:
+        return None
     for leaf in flatten(output)[0]:
         held = [*(getattr(leaf, "__closure__", None) or ()), *getattr(leaf, "args", ())] if runs_later(leaf) else []
         held = [each.cell_contents if isinstance(each, types.CellType) else each for each in held]
-        if any(isinstance(each, torch.Tensor) and each.dtype is AUTOCAST_DTYPES.get(precision) for each in held):
-            return (
-                f"its output is a {type(leaf).__name__}, which computes with {precision} values when the loop calls it"
-            )
+        if hasattr(leaf, "__next__") or any(isinstance(each, (torch.Tensor, nn.Module)) for each in held):
+            return f"its output is a {type(leaf).__name__}, which computes when the loop uses it, past {precision}"
     return None
 
 

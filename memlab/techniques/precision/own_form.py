@@ -6,8 +6,8 @@ Rules:
    there make an ordinary tensor with the user's values, so that files and copies know nothing of memlab.
 2. Modules answer `state_dict()`, their own or that of a module they are part of, with the user's values, which share memory with
    those of the parameter, as torch's do. With ``keep_vars`` torch gives the live parameters, which stay what they are.
-3. Loading, moves and casts (``model.float()``), and `save_pretrained`, which reads more of a model than its state, run while
-   tensors have their own form. A cast to another one is refused.
+3. Loading, moves and casts (``model.float()``), assigning a parametrized weight (which compares dtypes), and
+   `save_pretrained`, which reads more of a model than its state, run while tensors have their own form. A cast to another one is refused.
 
 Known limitations: parameters that ``load_state_dict(assign=True)`` puts in place of the old ones are not converted.
 """
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from memlab.errors import RefusalError
 from memlab.runtime.aliases import is_in_shared_memory
@@ -59,6 +60,8 @@ class OwnForm:
             if has_served:
                 stand_in(module, "_save_to_state_dict", partial(self._save, there), undo)
                 stand_in(module, "_load_from_state_dict", partial(self._load, there), undo)
+                if isinstance(module, ParametrizationList):
+                    stand_in(module, "right_inverse", partial(self._assign, there), undo)
             if has_served or module is model:  # the model, so that a cast is refused before any part of it is done
                 stand_in(module, "_apply", partial(self._convert, there), undo)
         if hasattr(type(model), "save_pretrained"):
@@ -107,6 +110,11 @@ class OwnForm:
         module: Any = there()
         with self._restored([tensor for _, tensor in _tensors_of(module)]):
             type(module)._load_from_state_dict(module, *args, **kwargs)
+
+    def _assign(self, there: weakref.ref[nn.Module], value: torch.Tensor) -> None:
+        module: Any = there()
+        with self._restored([tensor for _, tensor in _tensors_of(module)]):
+            type(module).right_inverse(module, value)
 
     def _convert(
         self, there: weakref.ref[nn.Module], change: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any

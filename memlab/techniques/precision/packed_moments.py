@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.state_layers import held_states
-from memlab.techniques.base import State
+from memlab.runtime.state_layers import PackedState, held_states, shown
+from memlab.techniques.base import State, Technique
 from memlab.techniques.precision.moments import round_stochastically
 
 Optimizer = torch.optim.Optimizer
@@ -18,8 +19,9 @@ Optimizer = torch.optim.Optimizer
 class PackedMoments:
     """Packs the state of one parameter at a time."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None], techniques: Callable[[], Sequence[Technique]]) -> None:
         self._note = note  # told what is left as it is
+        self._techniques = techniques  # those in force
         self._generators: dict[torch.device, torch.Generator] = {}
         # within a step: what a bucket's moments were packed in before, which they are again, so that they stay where they are
         self._is_stepping = False
@@ -31,7 +33,7 @@ class PackedMoments:
         for parameter, state in held_states(optimizer):
             self._note_own(parameter, state, but={})
 
-    def pack(self, optimizer: Optimizer, parameter: torch.Tensor, state: State) -> State:
+    def pack(self, optimizer: Optimizer, parameter: nn.Parameter, state: State) -> State:
         if not is_separable(optimizer):
             self._note(
                 f"{type(optimizer).__name__} is not of torch: what it keeps is left as it is, since it may not be moments"
@@ -40,7 +42,14 @@ class PackedMoments:
         before = self._packed.get(id(parameter), {})
         if self._is_stepping:
             self._note_own(parameter, state, but=before)
-        return {key: self._packed_moment(parameter, value, before.get(key)) for key, value in state.items()}
+        resident = {key: self._packed_moment(parameter, value, before.get(key)) for key, value in state.items()}
+        names = frozenset(key for key, value in state.items() if resident[key] is not value)
+        if not names or isinstance(state, PackedState):
+            return resident
+        return shown(resident, names, optimizer, parameter, self._layers_at_rest, "under --precision pure-bf16")
+
+    def _layers_at_rest(self) -> Sequence[Technique] | None:
+        return None if self._is_stepping else self._techniques()
 
     def unpack(self, optimizer: Optimizer, parameter: torch.Tensor, state: State) -> State:
         if not is_separable(optimizer):

@@ -39,6 +39,7 @@ from memlab.techniques.precision.first_call import (
     FirstCalls,
     is_awaited_with_others,
     refuse_backward_hooks,
+    refuse_computing_later,
 )
 from memlab.techniques.precision.loss_scale import LossScale
 from memlab.techniques.precision.masters import Masters
@@ -103,7 +104,7 @@ class PrecisionChoice(Technique):
         self._scaler = LossScale()
         self._masters = Masters()
         self._pure: PureBf16 | None = None
-        self._moments = PackedMoments(self.note_once)
+        self._moments = PackedMoments(self.note_once, lambda: self.host.techniques())
         self._model: Callable[[], nn.Module | None] = lambda: None
         # parts that were there in a call that was looked at
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -223,6 +224,7 @@ class PrecisionChoice(Technique):
                 if is_out_of_memory(error) or isinstance(error, MemlabError) or not self.host.on_trial():
                     raise
                 self._refuse_later(lambda: call(*args, **kwargs), error)
+            refuse_computing_later(self._name, output, self.plan.precision)
         else:
             output = self._first(self._name, model, call, args, kwargs)
             self._known.update(model.modules())
