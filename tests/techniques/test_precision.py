@@ -1551,3 +1551,39 @@ def test_what_computes_when_the_loop_uses_it_is_refused(flags: str, how: str, ki
             for _ in range(3):
                 model(torch.randn(4, 8))
     nn.Linear(1, 1)(torch.ones(1)).sum().backward()  # what torch runs backward passes with is put back by the next one
+
+
+class Graph(nn.Module):
+    """Multiplies by a sparse matrix, whose backward pass torch has in fp32 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(torch.eye(8).to_sparse().requires_grad_(), self.layer(rows).float())
+
+
+@pytest.mark.parametrize("rescue", [False, True])
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16"])
+def test_a_backward_pass_that_does_not_run_in_it_is_refused(flags: str, rescue: bool) -> None:
+    model = Graph()
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), flags, rescue=rescue):
+        loss = model(torch.randn(8, 8)).square().mean()
+        with pytest.raises(RefusalError, match=f"Graph does not run in {flags.removeprefix('--')}: in its backward pass, "):
+            loss.backward()
+    nn.Linear(1, 1)(torch.ones(1)).sum().backward()
+
+
+def test_an_error_of_the_loops_own_in_a_backward_pass_stays_its_own() -> None:
+    model = nn.Linear(8, 8)
+
+    def wrong(_gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("of the loop")
+
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--bf16"):
+        output = model(torch.randn(8, 8))
+        output.register_hook(wrong)
+        with pytest.raises(RuntimeError, match="^of the loop$"):
+            output.sum().backward()
+    nn.Linear(1, 1)(torch.ones(1)).sum().backward()

@@ -120,7 +120,7 @@ class FirstCalls:
                         tensor.data = master
         before.restore(strict=False)
         randomness.restore()
-        return RefusalError(_FIELD, f"{name} does not run in {self._precision}: {said}", "leave its precision as it is")
+        return refusal_of(name, self._precision, said)
 
     def _copies_of_frozen(self, model: nn.Module) -> list[_Frozen]:
         """Tensors in bf16 that no optimizer updates, by name, with copies: a forward pass may write to them.
@@ -196,11 +196,16 @@ class _Frozen:
         return True
 
 
+def refusal_of(name: str, precision: Precision, said: str) -> RefusalError:
+    """Return the refusal of a model that does not run in a format, as was said."""
+    return RefusalError(_FIELD, f"{name} does not run in {precision}: {said}", "leave its precision as it is")
+
+
 def refuse_computing_later(name: str, output: Any, precision: Precision) -> None:
     """Refuse an output that computes when the loop uses it, past autocast. Raises `RefusalError`: it does."""
     said = _computing_later(output, precision)
     if said is not None:
-        raise RefusalError(_FIELD, f"{name} does not run in {precision}: {said}", "leave its precision as it is")
+        raise refusal_of(name, precision, said)
 
 
 def _computing_later(output: Any, precision: Precision) -> str | None:

@@ -14,6 +14,7 @@ https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training"
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,10 +23,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from memlab.errors import MemlabError, RefusalError
+from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_autocast
+from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.lifetimes import gradient_is_held
@@ -38,6 +40,7 @@ from memlab.techniques.precision.first_call import (
     AUTOCAST_DTYPES,
     FirstCalls,
     is_awaited_with_others,
+    refusal_of,
     refuse_backward_hooks,
     refuse_computing_later,
 )
@@ -183,6 +186,8 @@ class PrecisionChoice(Technique):
             self._model = weakref.ref(workload.model)
             # comes last, when weights are in fp32 again
             undo.callback(self._raise_what_calls_keep, {(id(part), name) for part, _, name, _ in _kept(workload.model)})
+        if self.plan.precision in AUTOCAST_DTYPES:
+            around_backward_passes(self._around_backward, undo)
         match self.plan.precision:
             case Precision.FP32:
                 _set_matmul_precision("highest", undo)
@@ -249,6 +254,18 @@ class PrecisionChoice(Technique):
         self, name: str, model: nn.Module, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         return self._first_calls().run(name, model, call, args, kwargs)
+
+    @contextmanager
+    def _around_backward(self, _roots: Sequence[Any], _is_added: bool) -> Iterator[None]:
+        """Refuse a model whose backward pass does not run in half precision, where an error names that."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error) or isinstance(error, MemlabError) or not _NAMES_HALF.search(str(error)):
+                raise
+            refusal = refusal_of(self._name, self.plan.precision, f"in its backward pass, {first_line(error)}")
+            refusal.in_loop = True
+            raise refusal from error
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return call(*args, **kwargs) if self._pure is None else self._pure.run(call, args, kwargs)
@@ -370,6 +387,10 @@ def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
         for name, value in table.items()
         if name not in _OF_MODULES and any(as_fp32(leaf) is not leaf for leaf in flatten(value)[0])
     ]
+
+
+# as torch's errors name it
+_NAMES_HALF = re.compile(r"\b(BFloat16|bfloat16|Half|float16|half)\b")
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
