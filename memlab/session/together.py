@@ -72,12 +72,11 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload
     if not others or not changed:
         return
     names = f"{others[0].name} and {workload.name}"
-    if "gradients" in changed or plan.precision == "fp16":
-        raise RefusalError(
-            "session",
-            f"this cell trains {names}, and {plan.label} treats the gradients of each as those of its own loss",
-            "leave out --release-grads and --fp16, or name one model with --model",
-        )
+    of_one_loss = {"gradients": "--release-grads", "precision": "--fp16"}
+    for field in [each for each in of_one_loss if each in changed and (each == "gradients" or plan.precision == "fp16")]:
+        flag = of_one_loss[field]
+        reason = f"this cell trains {names}, and {flag} treats the gradients of each as those of its own loss"
+        raise RefusalError(field, reason, f"leave out {flag}, or name one model with --model")
     sharers = [each for each in others if any(steps_some_of(one, workload.model) for one in each.optimizers)]
     if not sharers:
         return

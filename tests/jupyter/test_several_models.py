@@ -111,7 +111,7 @@ def test_commands_are_about_all_of_them(shell: Any, cell: Cell) -> None:
     cell("%memfit switch --accumulate 2")
     assert plans() == {"G": "--accumulate 2", "D": "--accumulate 2"}
     refused = cell("%memfit switch --release-grads").err
-    assert refused.strip().endswith("leave out --release-grads and --fp16, or name one model with --model")
+    assert refused.strip().endswith("leave out --release-grads, or name one model with --model")
     assert plans() == {"G": "--accumulate 2", "D": "--accumulate 2"}
     exported = cell("%memfit export").out.splitlines()
     assert exported[:2] == [

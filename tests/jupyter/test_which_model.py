@@ -238,8 +238,8 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
         ),
         (
             "--release-grads",
-            "session: this cell trains actor and critic, and --release-grads treats the gradients of each as "
-            "those of its own loss; leave out --release-grads and --fp16, or name one model with --model",
+            "gradients: this cell trains actor and critic, and --release-grads treats the gradients of each as "
+            "those of its own loss; leave out --release-grads, or name one model with --model",
         ),
     ):
         assert cell(SETUP + both.before).error is None
