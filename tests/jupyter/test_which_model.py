@@ -473,7 +473,7 @@ for model in models:
     assert told.error is None
     assert shell.user_ns["losses"] == pytest.approx(losses, rel=1e-2)
     said = " ".join(told.out.split())
-    assert "refused --fp16: session: this cell trains models[0] and model, and --fp16 treats" in said
+    assert "refused --fp16: precision: this cell trains models[0] and model, and --fp16 treats" in said
     assert said.endswith("name one model with --model; as written is back")
 
 
