@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -218,8 +219,14 @@ class LineMagic:
         undone = self._notebook.sessions()
         if undone and not everywhere:
             undone = self._notebook.together()
+        running = self._notebook.running.get(threading.get_ident())
+        measured = running.sessions if running is not None else []
         for session in undone:
             model = session.workload.model
+            if session in measured:  # by the cell that this line stands in, which is measured to its end
+                session.switch(Plan(), now=True)
+                tell(f"{session.workload.name} is as written from here on")
+                continue
             session.undo()
             history = self._notebook.histories.get(model)
             if history is not None:

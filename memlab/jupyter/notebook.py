@@ -151,9 +151,7 @@ class Notebook:
     def nothing_applied(self) -> str:
         """Say that no plan is in force."""
         watch = self.running.get(threading.get_ident())
-        if watch is not None and watch.sessions:
-            return "no plan is in force in this cell any more; put the flags on the %%memfit line of the next one"
-        if watch is not None:
+        if watch is not None and not watch.sessions:
             return "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
         said, trains = "no plan is in force", "trains"
         if self._last_models and all(model() is None for model in self._last_models):

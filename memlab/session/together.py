@@ -73,7 +73,9 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload
         return
     names = f"{others[0].name} and {workload.name}"
     of_one_loss = {"gradients": "--release-grads", "precision": "--fp16"}
-    for field in [each for each in of_one_loss if each in changed and (each == "gradients" or plan.precision == "fp16")]:
+    for field in [
+        each for each in of_one_loss if each in changed and (each == "gradients" or plan.precision == "fp16")
+    ]:
         flag = of_one_loss[field]
         reason = f"this cell trains {names}, and {flag} treats the gradients of each as those of its own loss"
         raise RefusalError(field, reason, f"leave out {flag}, or name one model with --model")

@@ -224,11 +224,17 @@ def test_flags_within_a_cell_are_for_its_model(shell: Any, made: Cell) -> None:
     assert session_of(shell.user_ns["other"]).plan == Plan()
 
 
-def test_flags_after_an_undo_in_the_same_cell(made: Cell) -> None:
-    ran = made(f"%%memfit --accumulate 2\n{TRAIN}%memfit undo\n%memfit --checkpoint")
-    assert "memfit: Sequential is as it was" in ran.out
-    said = "no plan is in force in this cell any more; put the flags on the %%memfit line of the next one"
-    assert ran.err.strip().endswith(said)
+def test_after_an_undo_within_a_cell_the_cell_is_measured_to_its_end(shell: Any, made: Cell) -> None:
+    ran = made(f"%%memfit --accumulate 2\n{TRAIN}%memfit undo\n{TRAIN}%memfit --checkpoint\n{TRAIN}")
+    assert "memfit: Sequential is as written from here on\n" in ran.out
+    assert " · 12 steps" in ran.out
+    assert [row.measurement.plan for row in shell.run_line_magic("memfit", "report").rows] == [
+        "--accumulate 2",
+        "as written",
+        "--checkpoint",
+    ]
+    assert "optimizer made later" not in ran.out
+    assert made("%memfit undo").out == "memfit: Sequential is as it was\n"
 
 
 def test_flags_before_a_cell_has_made_its_model(cell: Cell) -> None:

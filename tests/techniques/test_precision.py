@@ -1570,7 +1570,9 @@ def test_a_backward_pass_that_does_not_run_in_it_is_refused(flags: str, rescue: 
     model = Graph()
     with fit(Workload(model, torch.optim.AdamW(model.parameters())), flags, rescue=rescue):
         loss = model(torch.randn(8, 8)).square().mean()
-        with pytest.raises(RefusalError, match=f"Graph does not run in {flags.removeprefix('--')}: in its backward pass, "):
+        with pytest.raises(
+            RefusalError, match=f"Graph does not run in {flags.removeprefix('--')}: in its backward pass, "
+        ):
             loss.backward()
     nn.Linear(1, 1)(torch.ones(1)).sum().backward()
 
@@ -1584,6 +1586,6 @@ def test_an_error_of_the_loops_own_in_a_backward_pass_stays_its_own() -> None:
     with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--bf16"):
         output = model(torch.randn(8, 8))
         output.register_hook(wrong)
-        with pytest.raises(RuntimeError, match="^of the loop$"):
+        with pytest.raises(RuntimeError, match=r"^of the loop$"):
             output.sum().backward()
     nn.Linear(1, 1)(torch.ones(1)).sum().backward()
