@@ -229,8 +229,8 @@ def test_after_an_undo_within_a_cell_the_cell_is_measured_to_its_end(shell: Any,
     assert "memfit: Sequential is as written from here on\n" in ran.out
     assert " · 12 steps" in ran.out
     assert [row.measurement.plan for row in shell.run_line_magic("memfit", "report").rows] == [
-        "--accumulate 2",
         "as written",
+        "--accumulate 2",
         "--checkpoint",
     ]
     assert "optimizer made later" not in ran.out
