@@ -261,7 +261,9 @@ class PrecisionChoice(Technique):
         try:
             yield
         except RuntimeError as error:
-            if is_out_of_memory(error) or isinstance(error, MemlabError) or not _NAMES_HALF.search(str(error)):
+            is_of_torch = not (is_out_of_memory(error) or isinstance(error, MemlabError))
+            # where the model was not called since its step, the pass is one of another's
+            if not (is_of_torch and self._is_looked_at and _NAMES_HALF.search(str(error))):
                 raise
             refusal = refusal_of(self._name, self.plan.precision, f"in its backward pass, {first_line(error)}")
             refusal.in_loop = True
