@@ -224,8 +224,9 @@ class LineMagic:
         for session in undone:
             model = session.workload.model
             if session in measured:  # by the cell that this line stands in, which is measured to its end
-                session.switch(Plan(), now=True)
-                tell(f"{session.workload.name} is as written from here on")
+                is_here = session.position.is_on_this_thread
+                session.switch(Plan(), now=is_here)
+                tell(f"{session.workload.name} is as written from {'here' if is_here else 'the next step'} on")
                 continue
             session.undo()
             history = self._notebook.histories.get(model)

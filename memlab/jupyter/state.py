@@ -87,9 +87,13 @@ def _place(error: BaseException) -> Place:
     place = Place.FORWARD
     for entry in entries(error.__traceback__):
         this = entry.tb_frame.f_locals.get("self")
-        if isinstance(this, torch.optim.Optimizer) and entry.tb_frame.f_code.co_name == "step":
+        name = entry.tb_frame.f_code.co_name
+        if isinstance(this, torch.optim.Optimizer) and name in (
+            "step",
+            "wrapper",
+        ):  # torch's, which calls hooks of steps
             place = Place.STEP
-        elif isinstance(this, (nn.Module, torch.Tensor)):  # a closure has called the model, or `backward()`
+        elif isinstance(this, nn.Module) or name == "backward":  # called by a closure
             place = Place.FORWARD
     return place
 

@@ -206,6 +206,7 @@ class CellWatch:
             self._undo.close()
             return
         session.usage.begin(is_within_step=session.position.is_within_step)
+        session.log.not_rescued = ""
         place = next((i for i, each in enumerate(self._taken) if each.model is None), len(self._taken))
         taken = _Taken(
             session, workload.model, attached is None, len(session.log), before, self.notes if not place else Largest()
@@ -547,7 +548,7 @@ def _title(sessions: Sequence[Session], batch: Batch | None, device: str, steps:
 def _session_for(workload: Workload, plan: Plan | None, beside: Sequence[Session]) -> Session:
     session = session_of(workload.model)
     if session is None:
-        return fit_in_place_of(workload.held_weakly(), plan, beside)
+        return fit_in_place_of(workload, plan, beside)
     known = {id(optimizer) for optimizer in session.workload.optimizers}
     if known and any(id(optimizer) not in known for optimizer in workload.optimizers):
         # the old optimizer, and the moments it keeps, must not live on in the session

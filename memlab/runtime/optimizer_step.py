@@ -38,6 +38,7 @@ from memlab.runtime.state_layers import (
     at_home,
     pack_again,
     packed,
+    restored,
     set_state,
     unpacked,
 )
@@ -414,7 +415,7 @@ def _layers_to_open(techniques: Sequence[Technique]) -> list[Technique]:
 def _open(optimizer: Optimizer, parameter: Parameter, layers: Sequence[Technique]) -> None:
     state = optimizer.state.get(parameter)
     if state and layers:
-        set_state(optimizer, parameter, unpacked(optimizer, parameter, state, layers))
+        set_state(optimizer, parameter, unpacked(optimizer, parameter, state, layers), is_stepping=True)
 
 
 def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequence[Technique]) -> None:
@@ -430,7 +431,8 @@ def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequen
 def _close(optimizer: Optimizer, waiting: list[Parameter], layers: Sequence[Technique]) -> None:
     while waiting:
         parameter = waiting[-1]
-        set_state(optimizer, parameter, packed(optimizer, parameter, optimizer.state[parameter], layers))
+        state = packed(optimizer, parameter, optimizer.state[parameter], layers)
+        set_state(optimizer, parameter, state, is_stepping=True)
         waiting.pop()
 
 
@@ -479,6 +481,7 @@ class _Before:
         """Make the entries of `optimizer.state` the dicts they were, with what they held."""
         for parameter in self._bucket:
             self._restore_state(parameter)
+        restored([self._optimizer])
 
     def _restore_state(self, parameter: Parameter) -> None:
         state = self._states.get(parameter)

@@ -155,11 +155,11 @@ class _Followed:
     """State of one parameter, and tensors of the loop's that are to have its values.
 
     Args:
-        state: as it is kept now; another one that the loop puts there is not followed.
+        current: as it is kept now; another one that the loop puts there is not followed.
         tensors: in the user's own form, by name.
     """
 
-    state: State
+    current: State | None
     tensors: list[tuple[str, weakref.ref[torch.Tensor]]]
 
 
@@ -178,7 +178,7 @@ def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> No
     ]
     followed = _followed.setdefault(optimizer, {})
     before = followed.get(id(parameter))
-    known = before.tensors if before is not None and before.state is state else []
+    known = before.tensors if before is not None and before.current is state else []
     followed[id(parameter)] = _Followed(state, known + new)
 
 
@@ -188,7 +188,7 @@ def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     after = {}
     for parameter, state in held_states(optimizer) if before else ():
         followed = before.get(id(parameter))
-        if followed is None or followed.state is not state:
+        if followed is None or followed.current is not state:
             continue
         alive = [(name, tensor) for name, reference in followed.tensors if (tensor := reference()) is not None]
         if not alive:
@@ -353,6 +353,8 @@ def show_own_form(
 
     @never_compile
     def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if _held.get(optimizer):
+            _forget_dropped(optimizer)
         if _followed.get(optimizer) and not is_led():
             _catch_up(optimizer, techniques())
 
@@ -454,15 +456,15 @@ def held_states(optimizer: Optimizer) -> list[tuple[Any, State]]:
     return [(key, state) for key, state in items if isinstance(key, torch.Tensor) and isinstance(state, dict) and state]
 
 
-def set_state(optimizer: Optimizer, parameter: Parameter, state: State) -> None:
+def set_state(optimizer: Optimizer, parameter: Parameter, state: State, *, is_stepping: bool = False) -> None:
     """Keep new state, or none: an empty entry would read as state that exists."""
     before = optimizer.state.get(parameter)
     held = _held.get(optimizer, {}).get(id(parameter))
     if held is not None and held.is_of(before):
-        state = held.filled(state)
+        state = held.followed_by(state) if is_stepping else held.filled(state)
     followed = _followed.get(optimizer, {}).get(id(parameter))
-    if followed is not None and before is followed.state:
-        followed.state = state
+    if followed is not None and before is followed.current:
+        followed.current = state
     if state:
         optimizer.state[parameter] = state
     else:
@@ -494,13 +496,26 @@ class _Held:
                 if isinstance(entry, PackedState):
                     entry.closed = entry.closed or entry.around({})
             state = next((entry for entry in self.entries if type(entry) is dict), state)
+        return self.followed_by(state)
+
+    def followed_by(self, state: State) -> State:
+        """Note the entry that is in `optimizer.state` from now on."""
         self.current = state or None
         return state
 
 
 # by id of the parameter
 _held: MutableMapping[Optimizer, dict[int, _Held]] = WeakIdKeyDictionary()
-_REFERENCES = 3  # of an entry that nobody holds: from `optimizer.state`, from here, and to count them
+
+
+def _references_to_unheld() -> int:
+    """Return the references to an entry that nobody holds: from `optimizer.state`, from a variable here, and to count them."""
+    table = {0: dict[str, Any]()}
+    state = table[0]
+    return sys.getrefcount(state)
+
+
+_REFERENCES = _references_to_unheld()  # newer versions of Python do not count a variable
 
 
 def note_held(optimizers: Sequence[Optimizer]) -> None:
@@ -513,13 +528,33 @@ def note_held(optimizers: Sequence[Optimizer]) -> None:
             del known
             entries = [entry for entry in entries if entry is not state and sys.getrefcount(entry) > _REFERENCES]
             followed = _followed.get(optimizer, {}).get(id(parameter))
-            ours = _REFERENCES + (followed is not None and followed.state is state)
+            ours = _REFERENCES + (followed is not None and followed.current is state)
             if isinstance(state, dict) and state and sys.getrefcount(state) > ours:
                 entries.append(state)
             if entries:
                 now[id(parameter)] = _Held(entries, state)
         if now:
             _held[optimizer] = now
+
+
+def restored(optimizers: Sequence[Optimizer]) -> None:
+    """Note that entries are those again that were in `optimizer.state` before something failed."""
+    for optimizer in optimizers:
+        parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        for known in (_held.get(optimizer, {}), _followed.get(optimizer, {})):
+            for key, entry in known.items():
+                entry.current = optimizer.state.get(parameters[key]) if key in parameters else None
+
+
+def _forget_dropped(optimizer: Optimizer) -> None:
+    """Keep no entry that the loop has let go of: it may hold all that the plan saves."""
+    now = {}
+    for key, held in _held.pop(optimizer, {}).items():
+        entries = [e for e in held.entries if sys.getrefcount(e) > _REFERENCES + (e is held.current)]
+        if entries:
+            now[key] = _Held(entries, held.current)
+    if now:
+        _held[optimizer] = now
 
 
 def forget_held(optimizers: Sequence[Optimizer]) -> None:

@@ -126,7 +126,7 @@ class InForce:
         self.plan = plan
         for technique in self.techniques:
             technique.plan = plan
-        if not any(technique.changes_state for technique in self.techniques):
+        if not (self._host.is_led() or any(technique.changes_state for technique in self.techniques)):
             state_layers.forget_held(self.optimizers)
 
     @property
@@ -221,6 +221,7 @@ class InForce:
             tried, self._entries, self.plan = self._entries, entries, plan
             self._refresh()
             before.restore()
+            state_layers.restored(self.optimizers)
             _close([entry for kind, entry in tried.items() if entries.get(kind) is not entry])
             del before, tried, entries
             raise

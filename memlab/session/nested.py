@@ -10,11 +10,13 @@ from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.runtime.workload import Workload
 from memlab.session.session import Session, fit
-from memlab.session.together import sessions
+from memlab.session.together import sessions, without
 
 
 def fit_in_place_of(workload: Workload, plan: Plan | None, beside: Sequence[Session]) -> Session:
     """Make a session, and end those of the model's parts or of what it is a part of: two would work on the same layers.
+
+    It keeps its model no longer than others do.
 
     Args:
         workload: what is trained now.
@@ -30,7 +32,8 @@ def fit_in_place_of(workload: Workload, plan: Plan | None, beside: Sequence[Sess
     try:
         for each in earlier:
             each.switch(Plan(), now=True)
-        session, refusal = _fit(workload, kept if plan is None else plan, is_needed=plan is not None)
+        with without(earlier):
+            session, refusal = _fit(workload, kept if plan is None else plan, is_needed=plan is not None)
     except BaseException:
         for each, before in zip(earlier, plans, strict=True):
             each.switch(before, now=True)
@@ -45,11 +48,11 @@ def fit_in_place_of(workload: Workload, plan: Plan | None, beside: Sequence[Sess
 
 def _fit(workload: Workload, plan: Plan, *, is_needed: bool) -> tuple[Session, MemlabError | None]:
     try:
-        return fit(workload, plan), None
+        return fit(workload.held_weakly(), plan), None
     except MemlabError as refusal:
         if is_needed or plan == Plan():
             raise
-        return fit(workload), refusal.with_traceback(None)
+        return fit(workload.held_weakly()), refusal.with_traceback(None)
 
 
 def _are_nested(one: nn.Module, other: nn.Module) -> bool:

@@ -134,6 +134,7 @@ class Switching:
             if plan == before:
                 return
             self._withdrawn, self._is_of_rescue = None, of_rescue
+            self._log.not_rescued = ""  # of the plan before
             if noted:
                 self.refused.clear()
                 self._asked = None
@@ -236,8 +237,8 @@ class Switching:
     def give_up(self, error: MemlabError, before: Plan) -> None:
         """Go back from a plan whose refusal has ended the loop, to the one `before` the loop: the next one would end as well."""
         refused, named = self.in_force.plan, getattr(error, "technique", "")
-        if not isinstance(error, RefusalError | SessionError):
-            return  # a plan that memory has run out under is none that does not apply
+        if not isinstance(error, RefusalError | SessionError) or refused == Plan():
+            return  # a plan that memory has run out under is none that does not apply; nor is the loop as written
         if refused == before and (self.is_on_trial or not hasattr(refused, named)):
             return  # the loop has trained under it, or something else was refused
         known = [before, *(plan for plan, _ in reversed(self._before)), Plan()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -30,6 +31,21 @@ def session_of(model: nn.Module) -> Session | None:
 def sessions() -> tuple[Session, ...]:
     """Return every session that is attached now, in the order in which they were made."""
     return tuple(by_model.values())
+
+
+@contextmanager
+def without(leaving: Sequence[Session]) -> Iterator[None]:
+    """Context for which some sessions, which are about to end, count as over."""
+    before = [*by_model.items()]
+    for each in leaving:
+        by_model.pop(id(each.workload.model), None)
+    try:
+        yield
+    finally:
+        made = [*by_model.items()]
+        by_model.clear()
+        by_model.update(before)
+        by_model.update(made)
 
 
 def is_led(session: Session) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -86,3 +88,50 @@ def test_packed_moments_are_read_in_the_loops_own_format(flags: str) -> None:
         train(workload, 1)
         kept = {name: value for name, value in dict(workload.optimizers[0].state[weight]).items() if value.dim()}
         assert {value.dtype for value in kept.values()} == {torch.bfloat16}
+
+
+def test_an_entry_that_the_loop_lets_go_of_is_kept_no_longer() -> None:
+    workload, _weight = trained()
+    saved = workload.optimizers[0].state_dict()  # torch hands out the live entries
+    with fit(workload, "--precision pure-bf16"):
+        moments = weakref.ref(saved["state"][0]["exp_avg"])
+        del saved
+        train(workload, 1)
+        assert moments() is None
+
+
+def test_an_entry_is_the_live_one_again_after_a_step_that_failed() -> None:
+    workload, weight = trained()
+    (optimizer,) = workload.optimizers
+    entry = optimizer.state[weight]
+    with fit(workload, "--precision pure-bf16"):
+        train(workload, 1)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = "none"
+        with pytest.raises(TypeError):
+            train(workload, 1)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        train(workload, 1)
+    assert optimizer.state[weight] is entry
+
+
+def test_two_models_under_one_optimizer_keep_their_entries() -> None:
+    models = [nn.Linear(16, 64), nn.Linear(64, 1)]
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()])
+
+    def step() -> None:
+        models[1](models[0](torch.randn(4, 16))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    entries = {p: optimizer.state[p] for model in models for p in model.parameters()}
+    live = [fit(Workload(model, optimizer), "") for model in models]
+    for plan in ("--adam8bit", ""):
+        for session in live:
+            session.switch(plan)
+        step()
+    for session in live:
+        session.undo()
+    assert all(optimizer.state[p] is entry for p, entry in entries.items())

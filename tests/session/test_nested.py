@@ -73,7 +73,7 @@ def test_a_plan_that_applies_to_the_part_alone_is_left_out_and_that_is_said(monk
     switch = Session.switch
 
     def refusing(session: Session, plan: Plan, **how: bool) -> None:
-        if session.workload is outer and plan != Plan():
+        if session.workload.model is outer.model and plan != Plan():
             raise RefusalError("precision", "Twice cannot")
         switch(session, plan, **how)
 
@@ -90,3 +90,22 @@ def test_models_that_train_beside_stay() -> None:
     with fit(inner, CHECKPOINT) as before, fit_in_place_of(outer, None, [before]) as session:
         assert session.plan == Plan()
         assert before.plan == CHECKPOINT
+
+
+@pytest.mark.parametrize("has_own", [False, True], ids=["the same optimizer", "another one"])
+@pytest.mark.parametrize(
+    "flags", ["--adam8bit", "--offload optimizer", "--precision pure-bf16", "--release-grads", "--bf16"]
+)
+def test_plans_of_optimizers_go_along(flags: str, has_own: bool) -> None:
+    inner, outer = nested()
+    fit(inner, flags)
+    losses(inner)
+    if has_own:
+        outer = Workload(outer.model, torch.optim.AdamW(outer.model.parameters(), lr=1e-2))
+    with fit_in_place_of(outer, None, ()) as session:
+        assert [technique.plan for technique in session.techniques] == [Plan.parse(flags)]
+        losses(outer)
+        assert [*session.workload.optimizers] == [*outer.optimizers]
+        assert "found optimizer AdamW" not in [entry.text for entry in session.log]
+    assert sessions() == ()
+    assert all(type(state) is dict for state in outer.optimizers[0].state.values())

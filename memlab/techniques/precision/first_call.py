@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from memlab.runtime.containers import Effect
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
-from memlab.runtime.tree import flatten, runs_later, tensors_in
+from memlab.runtime.tree import flatten, tensors_in
 from memlab.techniques.base import ModelCall
 from memlab.techniques.precision.loss_scale import nodes_of
 from memlab.techniques.precision.masters import Masters
@@ -213,11 +214,19 @@ def _computing_later(output: Any, precision: Precision) -> str | None:
     if precision not in AUTOCAST_DTYPES:
         return None
     for leaf in flatten(output)[0]:
-        held = [*(getattr(leaf, "__closure__", None) or ()), *getattr(leaf, "args", ())] if runs_later(leaf) else []
-        held = [each.cell_contents if isinstance(each, types.CellType) else each for each in held]
-        if hasattr(leaf, "__next__") or any(isinstance(each, (torch.Tensor, nn.Module)) for each in held):
+        held = [*leaf.args, *leaf.keywords.values()] if isinstance(leaf, functools.partial) else []
+        for cell in (leaf.__closure__ or ()) if isinstance(leaf, types.FunctionType) else ():
+            with suppress(ValueError):  # a variable without a value yet
+                held.append(cell.cell_contents)
+        if isinstance(leaf, types.GeneratorType) or any(map(_is_of_graph, held)):
             return f"its output is a {type(leaf).__name__}, which computes when the loop uses it, past {precision}"
     return None
+
+
+def _is_of_graph(value: Any) -> bool:
+    """Return whether a value is a layer, or a tensor that gradients go to or that has few bits."""
+    is_low = isinstance(value, torch.Tensor) and value.dtype in AUTOCAST_DTYPES.values()
+    return isinstance(value, nn.Module) or is_low or (isinstance(value, torch.Tensor) and value.requires_grad)
 
 
 def is_awaited_with_others(parameter: nn.Parameter) -> bool:

@@ -263,7 +263,7 @@ class PrecisionChoice(Technique):
         except RuntimeError as error:
             is_of_torch = not (is_out_of_memory(error) or isinstance(error, MemlabError))
             # where the model was not called since its step, the pass is one of another's
-            if not (is_of_torch and self._is_looked_at and _NAMES_HALF.search(str(error))):
+            if not (is_of_torch and self._is_looked_at and _NAMES_HALF.match(str(error))):
                 raise
             refusal = refusal_of(self._name, self.plan.precision, f"in its backward pass, {first_line(error)}")
             refusal.in_loop = True
@@ -391,8 +391,11 @@ def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
     ]
 
 
-# as torch's errors name it
-_NAMES_HALF = re.compile(r"\b(BFloat16|bfloat16|Half|float16|half)\b")
+# as torch's errors about types say it
+_NAMES_HALF = re.compile(
+    r"(?=.*\b(BFloat16|bfloat16|Half|float16)\b).*\b(expected|implemented|supported|same (data)?type|same dtype|match)",
+    re.DOTALL,
+)
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
