@@ -438,7 +438,11 @@ class Control(Observer):
         """Apply a plan to a model that has no session."""
         if self._pending_changes.target != plan:
             return
-        session = self.session or self._attached()
+        try:
+            session = self.session or self._attached()
+        except MemlabError as error:
+            self._refuse(plan, str(error))
+            return
         session.switching.ask(plan)
         self._apply_waiting()
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.errors import MemlabError, WorkloadError
+from memlab.errors import MemlabError, SessionError, WorkloadError
 from memlab.measuring.runs import replayed, require_complete, training_step
 from memlab.plan import Plan
 from memlab.runtime.batch import Batch
 from memlab.runtime.loop_mode import resumed
 from memlab.runtime.workload import Workload
-from memlab.session import Session, fit, session_of
+from memlab.session import Session, fit, session_of, sessions
+from memlab.session.nested import is_nested
 from memlab.session.snapshot import Snapshot
 from memlab.session.tape import Tape, own_step_of
 
@@ -80,9 +81,18 @@ class LiveModel:
         self._optimizers.append(weakref.ref(optimizer))
 
     def attached(self) -> Session:
-        """A session on the model, made if there is none."""
+        """A session on the model, made if there is none.
+
+        Raises:
+            SessionError: the model was wrapped since, and trains as a part of another, which has a session.
+        """
         model = self._alive()
-        return session_of(model) or fit(Workload(model, self._live_optimizers(), name=self.name).held_weakly())
+        if (session := session_of(model)) is not None:
+            return session
+        around = next((each.workload for each in sessions() if is_nested(model, each.workload.model)), None)
+        if around is not None:
+            raise SessionError(f"{self.name} is trained as a part of {around.name}: ask its panel (%memfit panel)")
+        return fit(Workload(model, self._live_optimizers(), name=self.name).held_weakly())
 
     def workload(self) -> Workload:
         """The live objects with the batch at hand."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -60,6 +61,7 @@ class InKernel(LiveEngine):
         self._storage_resized: Resized = lambda _storage: None
         self._is_under_way = False  # a call, a backward pass or a step; afterwards, whether one has failed
         self._updates = self._passes = 0
+        self._last_call: Callable[[], OwnBackward | None] = lambda: None
 
     # -- on ------------------------------------------------------------------------------------
 
@@ -121,10 +123,19 @@ class InKernel(LiveEngine):
     def call(self, own: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._is_users:
             return own(*args, **kwargs)
+        last = self._last_call()
+        if self.passes_each_call and not self._is_apart and last is not None and last.waits:
+            raise RefusalError(
+                "scale",
+                f"the loop calls {self.workload.name} again before the backward pass of a call, and parts of it have hooks: "
+                f"{self.plan.scale} runs one call at a time",
+                "remove the hooks, or use --scale fsdp2",
+            )
         again = OwnBackward(
             self.workload.model, own, args, kwargs,
             device=self.device, is_apart=self._is_apart, updates=lambda: self._updates, passes=lambda: self._passes,
         )  # fmt: skip
+        self._last_call = weakref.ref(again)
         return again.run(self._trained)
 
     def _trained(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:

@@ -66,6 +66,7 @@ class OwnBackward:
         self._paths: list[Path] = []
         self._gave: dict[Path, Fingerprint] = {}
         self._graph: list[torch.Tensor] = []  # the engine's outputs, where they are apart
+        self.waits = True  # for its backward pass
 
     def run(self, call: _Call) -> Any:
         """Have the engine run the call, and return the output behind the node.
@@ -100,6 +101,7 @@ class OwnBackward:
 
         `leaf` is the node that adds the gradient of the leaf that is here for it.
         """
+        self.waits = False
         nothing = [None] * len(self._sources)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         is_engines = not torch.is_grad_enabled() and is_added(leaf) and self._passes() == self._passes_before

@@ -26,7 +26,11 @@ def fit_in_place_of(workload: Workload, plan: Plan | None, beside: Sequence[Sess
     Raises:
         MemlabError: the plan does not apply; all is as before.
     """
-    earlier = [each for each in sessions() if each not in beside and _are_nested(each.workload.model, workload.model)]
+    model = workload.model
+    others = [each for each in sessions() if each not in beside]
+    earlier = [
+        each for each in others if is_nested(each.workload.model, model) or is_nested(model, each.workload.model)
+    ]
     plans = [each.plan for each in earlier]
     kept = next((each for each in plans if each != Plan()), Plan())
     try:
@@ -55,10 +59,11 @@ def _fit(workload: Workload, plan: Plan, *, is_needed: bool) -> tuple[Session, M
         return fit(workload.held_weakly()), refusal.with_traceback(None)
 
 
-def _are_nested(one: nn.Module, other: nn.Module) -> bool:
-    return one is not other and (any(part is one for part in other.modules()) or any(p is other for p in one.modules()))
+def is_nested(part: nn.Module, model: nn.Module) -> bool:
+    """Return whether a module is a part of a model."""
+    return part is not model and any(each is part for each in model.modules())
 
 
 def _how(model: nn.Module, workload: Workload) -> str:
-    is_part = any(part is model for part in workload.model.modules())
+    is_part = is_nested(model, workload.model)
     return f"part of {workload.name}" if is_part else f"trained as its {workload.name} alone"

@@ -26,7 +26,7 @@ from memlab.records.live_state import Activity, Asked, Moment
 from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
-from memlab.session import Session, fit, train_together
+from memlab.session import Session, fit, sessions, train_together
 from memlab.session.snapshot import Snapshot
 from tests.helpers.snapshots import changed_between
 from tests.helpers.stages import Later, Playing
@@ -802,3 +802,17 @@ def test_a_loop_is_measured_without_a_cell(workload: Workload) -> None:
     session = session_of_control(control)
     assert session.observers.all == (control,)
     session.undo()
+
+
+def test_a_click_on_the_panel_of_a_model_that_was_wrapped_is_refused() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    control = Control(model)
+    control.begin(Workload(model, optimizer))
+    session_of_control(control).undo()
+    with fit(Workload(nn.Sequential(model), optimizer)) as session:
+        control.ask("checkpointing", "full")
+        asked = toggle(control.moment(), "checkpointing")
+        assert asked.asked is Asked.REFUSED
+        assert asked.reason == "Linear is trained as a part of Sequential: ask its panel (%memfit panel)"
+        assert sessions() == (session,)

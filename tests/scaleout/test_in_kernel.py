@@ -372,6 +372,20 @@ def test_a_backward_pass_that_an_engine_cannot_run_gives_the_gradients_of_the_lo
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@engines("--scale zero2", "--scale zero3")
+def test_two_calls_with_hooks_within_before_one_backward_pass_are_refused(flags: str) -> None:
+    def hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        handle = next(part for part in model.modules() if isinstance(part, nn.Linear)).register_forward_hook(print)
+        try:
+            return two_calls(model, x)
+        finally:
+            handle.remove()
+
+    said = "the loop calls Remembering again before the backward pass of a call, and parts of it have hooks: "
+    with pytest.raises(RefusalError, match=said):
+        _steps(hooked, flags)
+
+
 @engines("--scale zero2")
 def test_gradients_that_come_past_zero_are_refused_and_a_plan_on_trial_is_taken_back(flags: str) -> None:
     said = r"^scale: the gradient of blocks.0.0.weight comes from no backward pass that adds .*; use --scale fsdp2$"
