@@ -181,8 +181,11 @@ def _build_in(folder: Path, device: torch.device, say: Callable[[str], object]) 
 
 def _build() -> None:
     """Build both; runs in a process of its own."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
+    for kind in (AsyncIOBuilder, PinMemoryBuilder):
+        # torch asks for symbols of a debugger, which take half of the compiler's time
+        kind.cxx_args = lambda self, own=kind.cxx_args: [*own(self), "-g0"]
     AsyncIOBuilder().load(verbose=True)  # that of pinned memory first, which it needs
 
 
