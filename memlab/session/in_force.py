@@ -96,6 +96,7 @@ class InForce:
         self._aliases = 0  # of each weight: what a change that fails goes back to
         self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
         self.is_engine = False  # whether one of them is an engine
+        self._changes_state = False  # whether one of them keeps optimizer state in another form
         self.optimizers: list[Optimizer] = []  # those the techniques are attached to
         self._workload = workload
         self._entries: dict[type[Technique], _Entry] = {}
@@ -126,7 +127,7 @@ class InForce:
         self.plan = plan
         for technique in self.techniques:
             technique.plan = plan
-        if not (self._host.is_led() or any(technique.changes_state for technique in self.techniques)):
+        if not (self._changes_state or self._host.is_led()):
             state_layers.forget_held(self.optimizers)
 
     @property
@@ -235,6 +236,7 @@ class InForce:
     def _refresh(self) -> None:
         self.techniques = [self._entries[kind].technique for kind in TECHNIQUES if kind in self._entries]
         self.is_engine = any(technique.is_engine for technique in self.techniques)
+        self._changes_state = any(technique.changes_state for technique in self.techniques)
 
     # -- in and out ----------------------------------------------------------------------------
 
