@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.errors import MemlabError, TraceError, WorkloadError
+from memlab.errors import MemlabError, SessionError, TraceError, WorkloadError
 from memlab.live.feed import Feed
 from memlab.live.live_model import NEEDS_LOSS, LiveModel, steps_of
 from memlab.live.live_predictions import LivePredictions, calibration
@@ -440,7 +440,7 @@ class Control(Observer):
             return
         try:
             session = self.session or self._attached()
-        except MemlabError as error:
+        except SessionError as error:
             self._refuse(plan, str(error))
             return
         session.switching.ask(plan)
