@@ -111,7 +111,7 @@ def accepts_use_cache(model: nn.Module) -> bool:
 def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments with the key-value cache off.
 
-    Training never reads it, and a recomputed or split forward would fill it twice. The exception: `_needs_cache`.
+    A recomputed or split forward would fill it twice. The exception: `_needs_cache`.
     """
     if not _needs_cache(kwargs) and (accepts_use_cache(model) or "use_cache" in kwargs):
         return {**kwargs, "use_cache": False}
@@ -123,6 +123,43 @@ def _needs_cache(kwargs: Mapping[str, Any]) -> bool:
     return any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
 
 
+class CacheOff:
+    """Switches key-value caches off in the calls of a technique whose forward runs again or in parts, and would fill them twice."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._was_on = False  # in a call of this step
+
+    def options(self, model: nn.Module, name: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of a call without a cache.
+
+        Raises:
+            RefusalError: the loop asks for one, which it may read or hand to the next call.
+        """
+        asks = kwargs.get("use_cache") is True or ("past_key_values" in kwargs and kwargs.get("use_cache") is not False)
+        if asks and not _needs_cache(kwargs) and (kwargs.get("use_cache") or _configs_with_cache(model)):
+            refusal = RefusalError(
+                self._field,
+                f"the loop asks {name} for a key-value cache (use_cache, past_key_values), which a forward pass that runs "
+                "again, or in parts, would fill twice",
+                "hand over use_cache=False, or a cache of the loop's own with --checkpoint",
+                is_late=self._was_on,
+            )
+            refusal.in_loop = True
+            raise refusal
+        made = without_cache(model, kwargs)
+        self._was_on |= made.get("use_cache") is False and kwargs.get("use_cache") is not False
+        return made
+
+    def step_ended(self) -> None:
+        self._was_on = False
+
+
+def _configs_with_cache(model: nn.Module) -> list[Any]:
+    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config"))}
+    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+
+
 @contextmanager
 def cache_off(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context of a call in which models within the model keep no key-value cache, unless the call says whether they do.
@@ -130,8 +167,7 @@ def cache_off(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     A wrapper (PEFT's, or one's own) has no such argument itself; what decides is then the configuration of the model within.
     """
     is_given = "use_cache" in kwargs or _needs_cache(kwargs)
-    configs = {} if is_given else {id(c): c for m in model.modules() if (c := vars(m).get("config"))}
-    switched = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    switched = [] if is_given else _configs_with_cache(model)
     try:
         for config in switched:
             config.use_cache = False

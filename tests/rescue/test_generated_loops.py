@@ -1,7 +1,7 @@
-"""Loops that a generator wrote, under a guard: the same to the bit as without memlab, whatever they do with their graph.
+"""Loops that a generator wrote, under a guard: the same as without memlab, whatever they do with their graph.
 
 Every loop runs untouched, under a session whose guard has no reason to be armed (what a `%%memfit` cell on a CPU without
-a capacity is), and under one that is always armed. ``MEMLAB_LOOPS=10000`` runs as many of them.
+a capacity is; equal to the bit), and under one that is always armed (within 1e-9 in fp64). ``MEMLAB_LOOPS=10000`` runs as many of them.
 """
 
 from __future__ import annotations

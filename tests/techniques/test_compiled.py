@@ -245,3 +245,21 @@ def test_pure_bf16_serves_calls_in_compiled_functions(compiled: str) -> None:
     assert output.dtype is torch.float32
     assert torch.allclose(output, expected, rtol=5e-2, atol=5e-2) or compiled == "part"
     assert all(p.grad is not None for p in model.parts[0].parameters())
+
+
+def test_offloaded_activations_of_a_model_whose_own_frame_torch_does_not_compile() -> None:
+    """Torch leaves the forward of its own containers out, and took memlab's hooks for what was to be compiled."""
+    losses = []
+    for plan in ("", "--offload activations"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+        model.compile(backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters())
+        with fit(Workload(model, optimizer), plan):
+            for _ in range(3):
+                loss = model(torch.randn(8, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:]

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.measuring.runs import training_step
@@ -354,3 +355,21 @@ def test_weights_that_a_part_writes_to_are_written_once(settles: bool) -> None:
         return found
 
     assert losses("--checkpoint") == losses(None)
+
+
+def small_gpt2() -> GPT2LMHeadModel:
+    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 96, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).train()
+
+
+@pytest.mark.parametrize("flags", ["--checkpoint", "--accumulate 2"])
+@pytest.mark.parametrize("is_asked", [True, False], ids=["asked for", "of the configuration"])
+def test_a_loop_that_goes_on_from_a_key_value_cache_is_refused(flags: str, is_asked: bool) -> None:
+    """It was called without one, and trained on other losses."""
+    model, rows = small_gpt2(), torch.randint(0, 96, (4, 8))
+    asked = {"use_cache": True} if is_asked else {}
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), flags):
+        with pytest.raises(RefusalError, match=r"the loop asks GPT2LMHeadModel for a key-value cache") as refusal:
+            before = model(input_ids=rows, **asked)
+            model(input_ids=rows, past_key_values=before.past_key_values, **asked)
+        assert refusal.value.is_late is not is_asked  # a call without the cache cannot be taken back

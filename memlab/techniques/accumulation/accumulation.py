@@ -51,7 +51,7 @@ from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.hooks import is_compiled
-from memlab.runtime.modules import refuse_kept_weights, without_cache
+from memlab.runtime.modules import CacheOff, refuse_kept_weights
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
@@ -101,6 +101,7 @@ class Accumulation(Technique):
         self._name = ""
         self._is_fake = self._is_compiled = False
         self._conditions = Conditions()
+        self._cache_off = CacheOff(self.field)
         self._condition = 0  # that of the last call
         # by shape and condition; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
         # parts of a multiple of so many rows
@@ -165,9 +166,10 @@ class Accumulation(Technique):
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         self._learnt.updates += 1
+        self._cache_off.step_ended()
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        whole = Call.of(args, without_cache(self._model, kwargs))
+        whole = Call.of(args, self._cache_off.options(self._model, self._name, kwargs))
         try:
             for _ in range(_MOST_TRIES):
                 # under other conditions it is split in the next try

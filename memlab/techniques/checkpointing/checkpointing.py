@@ -30,7 +30,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop, why_as_written
 from memlab.runtime.hooks import is_compiled
-from memlab.runtime.modules import cache_off, refuse_kept_weights, repeated_blocks, without_cache
+from memlab.runtime.modules import CacheOff, cache_off, refuse_kept_weights, repeated_blocks
 from memlab.runtime.rng import Randomness
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.surroundings import Surroundings
@@ -101,6 +101,7 @@ class Checkpointing(Technique):
         self._compiled: CompiledParts | None = None
         self._is_settled = False
         self._patches: list[Callable[[], Any]] = []
+        self._cache_off = CacheOff(self.field)
         self.learns_from_calls = plan.checkpointing.budget_bytes is not None
 
     @classmethod
@@ -165,7 +166,7 @@ class Checkpointing(Technique):
         if self._compiled is not None:
             return self._compiled.call(call, args, kwargs)
         refuse_kept_weights(self.field, model, self._name)
-        options = without_cache(model, kwargs)
+        options = self._cache_off.options(model, self._name, kwargs)
         with cache_off(model, options):
             if not self._is_settled:
                 return self._first(model, call, args, options)
@@ -175,6 +176,9 @@ class Checkpointing(Technique):
                 output = call(*args, **options)
             self.notes = [*budget.notes, *self._said_of_parts()]
         return output
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        self._cache_off.step_ended()
 
     def trial_over(self) -> None:
         if self._budget is not None:

@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.runtime.dispatch import WatchingMode, written_by
+from memlab.runtime.dispatch import WatchingMode, never_compile, written_by
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.workload import Workload
@@ -304,6 +304,11 @@ def _bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+# where torch's compiler leaves out the model's own frame, it would take those of hooks for the model
+never_compile(_Packing.__call__)
+
+
+@never_compile
 def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
     return saved.bring_back() if isinstance(saved, _Parked) else saved
 
