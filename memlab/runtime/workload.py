@@ -176,11 +176,11 @@ def describe_all(workloads: Sequence[Workload]) -> str:
 
     Example:
         >>> describe_all([Workload(nn.Linear(4, 2), name="actor"), Workload(nn.Linear(4, 1), name="critic")])
-        'actor 10 + critic 5 · optimizer made later · cpu'
+        'actor 10 + critic 5 · no optimizer yet · cpu'
     """
     optimizers = {id(one): type(one).__name__ for each in workloads for one in each.optimizers}
     models = " + ".join(f"{each.name} {_size(each.model)}" for each in workloads)
-    return f"{models} · {' + '.join(optimizers.values()) or 'optimizer made later'} · {workloads[0].device}"
+    return f"{models} · {' + '.join(optimizers.values()) or 'no optimizer yet'} · {workloads[0].device}"
 
 
 def describe_model(model: nn.Module) -> str:

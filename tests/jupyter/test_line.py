@@ -233,7 +233,7 @@ def test_after_an_undo_within_a_cell_the_cell_is_measured_to_its_end(shell: Any,
         "--accumulate 2",
         "--checkpoint",
     ]
-    assert "optimizer made later" not in ran.out
+    assert "no optimizer yet" not in ran.out
     assert made("%memfit undo").out == "memfit: Sequential is as it was\n"
 
 

@@ -36,8 +36,8 @@ class TestMaking:
     def test_it_describes_itself(self) -> None:
         model = linear()
         assert Workload(model, adamw(model)).describe() == "Linear 10 · AdamW · cpu"
-        assert Workload(model).describe() == "Linear 10 · optimizer made later · cpu"
-        assert Workload(nn.Linear(1000, 1000), name="wide").describe() == "wide 1M · optimizer made later · cpu"
+        assert Workload(model).describe() == "Linear 10 · no optimizer yet · cpu"
+        assert Workload(nn.Linear(1000, 1000), name="wide").describe() == "wide 1M · no optimizer yet · cpu"
 
     def test_several_optimizers(self) -> None:
         model = nn.Sequential(linear(), nn.Linear(2, 2))
