@@ -82,16 +82,16 @@ def out_of_memory_advice(
     return f"{said} Try next: %%memfit {next_plan}"
 
 
+_OF_STEPS = ("step", "wrapper")  # torch's wrapper calls hooks of steps
+
+
 def _place(error: BaseException) -> Place:
     """Return where memory ran out, as far as the frames of an error tell: in an optimizer's update, or before it."""
     place = Place.FORWARD
     for entry in entries(error.__traceback__):
         this = entry.tb_frame.f_locals.get("self")
         name = entry.tb_frame.f_code.co_name
-        if isinstance(this, torch.optim.Optimizer) and name in (
-            "step",
-            "wrapper",
-        ):  # torch's, which calls hooks of steps
+        if isinstance(this, torch.optim.Optimizer) and name in _OF_STEPS:
             place = Place.STEP
         elif isinstance(this, nn.Module) or name == "backward":  # called by a closure
             place = Place.FORWARD

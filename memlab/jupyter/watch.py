@@ -14,8 +14,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, Self
@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
 from memlab.jupyter.cell_observers import BesideInCell, Chooser, Largest, Notes, StaleOptimizers, without_graph
+from memlab.jupyter.cell_records import events_of, measurements_of, notes_of, tell_apart, title_of
 from memlab.jupyter.cells import beside
 from memlab.jupyter.first_call import FirstTrainingCall
 from memlab.jupyter.history import History
@@ -35,20 +36,15 @@ from memlab.jupyter.live import Progress
 from memlab.live.control import Control
 from memlab.measuring.beside import meter_of
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import row_of_failure
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
-from memlab.records import Measurement
 from memlab.rescue.rescuer import Rescuer
 from memlab.rescue.retries import RetryWatch
-from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import calls_under_way
-from memlab.runtime.namespace import name_of
 from memlab.runtime.observer import Observer
-from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import live_optimizers, optimizers_of, steps_others, steps_some_of, unwrap_model
-from memlab.runtime.workload import Workload, describe_all
+from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, require_compatible, session_of, train_together
 from memlab.session.nested import fit_in_place_of
 
@@ -183,7 +179,7 @@ class CellWatch:
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Apply the plan to a workload and begin to observe; where a technique refuses, everything is as it was."""
         others = [each.workload for each in self.sessions]
-        _tell_apart(workload, others, self._variables)
+        tell_apart(workload, others, self._variables)
         if self._looking is not None:
             self._trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
         try:
@@ -494,55 +490,18 @@ class CellWatch:
                 own = history_of(each.workload.model)
                 own.batch = without_graph(batch)
                 own.tape = meter.tape or (own.tape if len(self.sessions) > 1 else None)
-        notes = _notes(self.sessions)
-        measurements = _measurements(meter, self.notes.plans, notes, session.plan, error)
+        notes = notes_of(self.sessions)
+        measurements = measurements_of(meter, self.notes.plans, notes, session.plan, error)
         history.add_steps(meter.steps, meter.times.steps_ended)
         history.trained_by(optimizer for each in self.sessions for optimizer in each.workload.optimizers)
-        title = _title(self.sessions, self.notes.batch, meter.device.name, meter.times.steps_ended)
-        events = _events(self.sessions, [taken.log_from for _, taken in self._present])
+        title = title_of(self.sessions, self.notes.batch, meter.device.name, meter.times.steps_ended)
+        events = events_of(self.sessions, [taken.log_from for _, taken in self._present])
         history.add(title, measurements, (*self._past_events, *events))
         return meter.times.steps_ended
 
 
-def _tell_apart(workload: Workload, others: Sequence[Workload], variables: Callable[[], Mapping[str, Any]]) -> None:
-    """Name models: from the second one on, each is called as it is in the notebook."""
-    if not others:
-        return
-    for each in (*others, workload) if len(others) == 1 else (workload,):
-        if each.name == type(each.model).__name__:
-            each.name = name_of(each.model, variables())
-    alike = [each.name for each in others if each.name.partition(" #")[0] == workload.name]
-    if alike:
-        workload.name = f"{workload.name} #{len(alike) + 1}"
-
-
 def _holds(model: nn.Module, module: nn.Module) -> bool:
     return any(part is module for part in model.modules())
-
-
-def _notes(sessions: Sequence[Session]) -> tuple[str, ...]:
-    """Return the notes of techniques, each once; one that is not true of all models with the names of its own."""
-    told = {note: [each.workload.name for each in sessions if note in each.notes] for s in sessions for note in s.notes}
-    return tuple(note if len(of) == len(sessions) else f"{', '.join(of)}: {note}" for note, of in told.items())
-
-
-def _events(sessions: Sequence[Session], log_from: Sequence[int]) -> tuple[str, ...]:
-    """Return in words the actions on the models since their logs had so many entries."""
-    return tuple(
-        f"{each.workload.name}: {entry}" if len(sessions) > 1 else str(entry)
-        for each, before in zip(sessions, log_from, strict=True)
-        for entry in each.log[before:]
-    )
-
-
-def _title(sessions: Sequence[Session], batch: Batch | None, device: str, steps: int) -> str:
-    sizes = next((tensor.shape for tensor in (batch.tensors if batch is not None else ()) if tensor.dim()), ())
-    if batch is not None and sizes and batch.rows != sizes[0]:
-        sizes = (batch.rows, *sizes)  # a list, of which the first is so large
-    called_with = [f"batch {' × '.join(map(str, sizes))}"] if sizes else []
-    counted = f"{steps} step{'' if steps == 1 else 's'}"
-    described = describe_all([each.workload for each in sessions])
-    return " · ".join(["memfit", described, *called_with, device, counted])
 
 
 def _session_for(workload: Workload, plan: Plan | None, beside: Sequence[Session]) -> Session:
@@ -558,19 +517,3 @@ def _session_for(workload: Workload, plan: Plan | None, beside: Sequence[Session
     if plan is not None:
         session.switch(plan, now=True)
     return session
-
-
-def _measurements(
-    meter: Meter, plans: Sequence[Plan], notes: tuple[str, ...], last: Plan, error: BaseException | None
-) -> list[Measurement]:
-    """Return what was measured under each plan; one that ran out of memory gets a row that says so."""
-    found: list[Measurement] = []
-    for plan in plans:
-        with suppress(MemlabError):  # the plan was in force, but no step ended under it
-            found.append(meter.measurement(plan))
-    if found and notes:
-        found[-1] = replace(found[-1], notes=(*found[-1].notes, *notes))
-    if error is not None and is_out_of_memory(error):
-        found = [each for each in found if each.plan != last.label]
-        found.append(row_of_failure(last, meter.device, str(error)))
-    return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.runtime.state_layers import Optimizer, Parameter
+from memlab.runtime.state_entries import Optimizer, Parameter
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import Technique

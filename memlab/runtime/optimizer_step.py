@@ -31,17 +31,8 @@ import torch
 
 from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
 from memlab.runtime.interrupts import Caller, uninterrupted
-from memlab.runtime.state_layers import (
-    SMALL_ELEMENTS,
-    Optimizer,
-    Parameter,
-    at_home,
-    pack_again,
-    packed,
-    restored,
-    set_state,
-    unpacked,
-)
+from memlab.runtime.state_entries import Optimizer, Parameter, restored, set_state
+from memlab.runtime.state_layers import SMALL_ELEMENTS, at_home, pack_again, packed, unpacked
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import Stepper, Technique

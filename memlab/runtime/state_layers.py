@@ -7,121 +7,41 @@ Rules:
 2. Checkpoints are in the user's own format: leaving unpacks, loading packs, and live state is not touched.
 3. Torch hands out the live tensors in `state_dict()`, and takes those it is given in `load_state_dict()`. So tensors that were
    handed out or taken in follow the state after each step, for as long as the loop holds them and the state goes on.
-4. An entry of `optimizer.state` that the loop holds (`note_held`) is filled whenever the state is a plain dict again, and is the
-   entry then. Who holds it is told by its count of references: nothing else says so of a dict.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.away import sent_away
-from memlab.runtime.callers import is_own_code
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.state_entries import (
+    Followed,
+    Optimizer,
+    PackedState,
+    Parameter,
+    followed_of,
+    forget_dropped,
+    held_of,
+    held_states,
+    set_state,
+)
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import State, Technique
 
     _Mapping = Callable[["Optimizer", "Parameter", State], State]
 
-Optimizer = torch.optim.Optimizer
-Parameter = torch.nn.Parameter
 Exchanged = Callable[[], None]
 
 SMALL_ELEMENTS = 1024  # below this a copy costs a kernel launch and no memory
-
-
-class PackedState(dict[str, Any]):
-    """State of one parameter under other names than its optimizer's, which answers to those names too.
-
-    Who asks for one of them, writes it, or goes through `items`, `values` or `keys`, has all of the state put back in the user's own
-    form, in this very dict; before the next update it is packed again (`pack_again`). memlab itself finds what is kept there.
-
-    Args:
-        resident: what is kept.
-        names: those of the user's own form.
-        own_form: brings what is kept into that form; None while an update is under way.
-        why: in words, where a name is gone.
-
-    Example:
-        >>> state = PackedState({"half": 2.0}, frozenset({"whole"}), lambda state: {"whole": 2 * state["half"]}, "")
-        >>> list(state), "whole" in state
-        (['half'], True)
-        >>> state["whole"] += 1
-        >>> state
-        {'whole': 5.0}
-    """
-
-    __slots__ = ("_names", "_own_form", "_why", "closed")
-
-    def __init__(
-        self, resident: State, names: frozenset[str], own_form: Callable[[State], State | None], why: str
-    ) -> None:
-        super().__init__(resident)
-        self._names, self._own_form, self._why = names, own_form, why
-        self.closed: PackedState | None = None  # the state as it was kept, once it has been put back
-
-    def __contains__(self, name: object) -> bool:
-        return (self.closed is None and name in self._names) or super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Any:
-        self._give_back(name)
-        return super().__getitem__(name)
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name}: not kept {self._why}; `%memfit undo` brings the optimizer's own state back")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._give_back(name)
-        return super().get(name, default)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._give_back(name)
-        super().__setitem__(name, value)
-
-    def items(self) -> Any:
-        self._show(sys._getframe(1))
-        return super().items()
-
-    def values(self) -> Any:
-        self._show(sys._getframe(1))
-        return super().values()
-
-    def keys(self) -> Any:
-        self._show(sys._getframe(1))
-        return super().keys()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ((self._own_form(dict(self)) if self.closed is None else None) or dict(self),)
-
-    def around(self, resident: State) -> PackedState:
-        """The same, of what a layer above makes of it."""
-        return PackedState(resident, self._names, self._own_form, self._why)
-
-    def _show(self, frame: FrameType) -> None:
-        if self._names and not is_own_code(frame):
-            self._give_back(next(iter(self._names)))
-
-    def _give_back(self, name: object) -> None:
-        if self.closed is not None or name not in self._names:
-            return
-        own = self._own_form(dict(self))
-        if own is not None:
-            with uninterrupted():
-                self.closed = self.around(dict(self))
-                self.clear()
-                self.update(own)
 
 
 def shown(
@@ -150,23 +70,6 @@ def shown(
     return PackedState(resident, names, own_form, why)
 
 
-@dataclass
-class _Followed:
-    """State of one parameter, and tensors of the loop's that are to have its values.
-
-    Args:
-        current: as it is kept now; another one that the loop puts there is not followed.
-        tensors: in the user's own form, by name.
-    """
-
-    current: State | None
-    tensors: list[tuple[str, weakref.ref[torch.Tensor]]]
-
-
-# by id of the parameter: a hook on one may know the optimizer, and would keep it here for good
-_followed: MutableMapping[Optimizer, dict[int, _Followed]] = WeakIdKeyDictionary()
-
-
 def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> None:
     """Let tensors in the user's own form have the values of a parameter's state from now on."""
     state = optimizer.state[parameter]
@@ -176,15 +79,15 @@ def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> No
         for name, value in tensors.items()
         if torch.is_tensor(value) and id(value) not in live
     ]
-    followed = _followed.setdefault(optimizer, {})
+    followed = followed_of.setdefault(optimizer, {})
     before = followed.get(id(parameter))
     known = before.tensors if before is not None and before.current is state else []
-    followed[id(parameter)] = _Followed(state, known + new)
+    followed[id(parameter)] = Followed(state, known + new)
 
 
 def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     """Give tensors that follow the state its values."""
-    before = _followed.pop(optimizer, {})
+    before = followed_of.pop(optimizer, {})
     after = {}
     for parameter, state in held_states(optimizer) if before else ():
         followed = before.get(id(parameter))
@@ -193,7 +96,7 @@ def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
         alive = [(name, tensor) for name, reference in followed.tensors if (tensor := reference()) is not None]
         if not alive:
             continue
-        after[id(parameter)] = _Followed(state, [(name, weakref.ref(tensor)) for name, tensor in alive])
+        after[id(parameter)] = Followed(state, [(name, weakref.ref(tensor)) for name, tensor in alive])
         own = canonical(optimizer, parameter, state, techniques)
         for name, tensor in alive:
             value = own.get(name)
@@ -202,7 +105,7 @@ def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
                 with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
                     tensor.copy_(value)
     if after:
-        _followed[optimizer] = after
+        followed_of[optimizer] = after
 
 
 def at_home(techniques: Sequence[Technique], parameters: Sequence[Parameter], *, updates: bool) -> ExitStack:
@@ -283,7 +186,7 @@ def remove_layer(
 def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
     layers = [technique for technique in techniques if technique.changes_state]
-    _held.pop(optimizer, None)  # in torch, too, entries are others once a state dict was loaded
+    held_of.pop(optimizer, None)  # in torch, too, entries are others once a state dict was loaded
     for parameter, state in held_states(optimizer):
         with at_home(techniques, [parameter], updates=False):
             set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
@@ -353,9 +256,9 @@ def show_own_form(
 
     @never_compile
     def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if _held.get(optimizer):
-            _forget_dropped(optimizer)
-        if _followed.get(optimizer) and not is_led():
+        if held_of.get(optimizer):
+            forget_dropped(optimizer)
+        if followed_of.get(optimizer) and not is_led():
             _catch_up(optimizer, techniques())
 
     undo.callback(optimizer.register_step_post_hook(stepped).remove)
@@ -448,119 +351,6 @@ def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, a
         bare = unpacked(optimizer, parameter, state, above)
         changed = there(optimizer, parameter, bare)
         set_state(optimizer, parameter, packed(optimizer, parameter, changed, above) if changed else changed)
-
-
-def held_states(optimizer: Optimizer) -> list[tuple[Any, State]]:
-    """Parameters that have state, plain tensors too; optimizers may keep other things in the same dict."""
-    items = optimizer.state.items()
-    return [(key, state) for key, state in items if isinstance(key, torch.Tensor) and isinstance(state, dict) and state]
-
-
-def set_state(optimizer: Optimizer, parameter: Parameter, state: State, *, is_stepping: bool = False) -> None:
-    """Keep new state, or none: an empty entry would read as state that exists."""
-    before = optimizer.state.get(parameter)
-    held = _held.get(optimizer, {}).get(id(parameter))
-    if held is not None and held.is_of(before):
-        state = held.followed_by(state) if is_stepping else held.filled(state)
-    followed = _followed.get(optimizer, {}).get(id(parameter))
-    if followed is not None and before is followed.current:
-        followed.current = state
-    if state:
-        optimizer.state[parameter] = state
-    else:
-        optimizer.state.pop(parameter, None)
-
-
-@dataclass
-class _Held:
-    """Entries that the loop holds of one parameter.
-
-    Args:
-        entries: what it holds.
-        current: the entry that is in `optimizer.state`; where the loop has put another one there, none of these is filled.
-    """
-
-    entries: list[State]
-    current: State | None
-
-    def is_of(self, state: State | None) -> bool:
-        return self.current is state or not (self.current or state)
-
-    def filled(self, state: State) -> State:
-        """Give the entries what a plain state holds; return the one that is to be in its place."""
-        if state and type(state) is dict:
-            for entry in self.entries:
-                if entry is not state:
-                    entry.clear()
-                    entry.update(state)
-                if isinstance(entry, PackedState):
-                    entry.closed = entry.closed or entry.around({})
-            state = next((entry for entry in self.entries if type(entry) is dict), state)
-        return self.followed_by(state)
-
-    def followed_by(self, state: State) -> State:
-        """Note the entry that is in `optimizer.state` from now on."""
-        self.current = state or None
-        return state
-
-
-# by id of the parameter
-_held: MutableMapping[Optimizer, dict[int, _Held]] = WeakIdKeyDictionary()
-
-
-def _references_to_unheld() -> int:
-    """Return the references to an entry that nobody holds: from `optimizer.state`, from a variable here, and to count them."""
-    table = {0: dict[str, Any]()}
-    state = table[0]
-    return sys.getrefcount(state)
-
-
-_REFERENCES = _references_to_unheld()  # newer versions of Python do not count a variable
-
-
-def note_held(optimizers: Sequence[Optimizer]) -> None:
-    """Note entries of optimizers' state that the loop holds, before they are replaced; nothing else may hold them meanwhile."""
-    for optimizer in optimizers:
-        before, now = _held.pop(optimizer, {}), {}
-        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
-            state, known = optimizer.state.get(parameter), before.pop(id(parameter), None)
-            entries = known.entries if known is not None and known.is_of(state) else []
-            del known
-            entries = [entry for entry in entries if entry is not state and sys.getrefcount(entry) > _REFERENCES]
-            followed = _followed.get(optimizer, {}).get(id(parameter))
-            ours = _REFERENCES + (followed is not None and followed.current is state)
-            if isinstance(state, dict) and state and sys.getrefcount(state) > ours:
-                entries.append(state)
-            if entries:
-                now[id(parameter)] = _Held(entries, state)
-        if now:
-            _held[optimizer] = now
-
-
-def restored(optimizers: Sequence[Optimizer]) -> None:
-    """Note that entries are those again that were in `optimizer.state` before something failed."""
-    for optimizer in optimizers:
-        parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        for known in (_held.get(optimizer, {}), _followed.get(optimizer, {})):
-            for key, entry in known.items():
-                entry.current = optimizer.state.get(parameters[key]) if key in parameters else None
-
-
-def _forget_dropped(optimizer: Optimizer) -> None:
-    """Keep no entry that the loop has let go of: it may hold all that the plan saves."""
-    now = {}
-    for key, held in _held.pop(optimizer, {}).items():
-        entries = [e for e in held.entries if sys.getrefcount(e) > _REFERENCES + (e is held.current)]
-        if entries:
-            now[key] = _Held(entries, held.current)
-    if now:
-        _held[optimizer] = now
-
-
-def forget_held(optimizers: Sequence[Optimizer]) -> None:
-    """Keep nothing for entries that the loop holds: they are in their places."""
-    for optimizer in optimizers:
-        _held.pop(optimizer, None)
 
 
 def order_state(optimizer: Optimizer, known: int) -> None:

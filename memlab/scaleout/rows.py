@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from memlab.errors import RefusalError
 from memlab.runtime.lazy import LazyTensor
-from memlab.runtime.modules import without_cache
+from memlab.runtime.modules import CacheOff
 from memlab.runtime.rng import RandomState
 from memlab.scaleout.engines.base import Engine
 from memlab.techniques.accumulation.merge import Join
@@ -57,7 +57,7 @@ class Rows:
         """Run a training call on this rank's rows."""
         if self._ranks == self._accumulation == 1:
             return self._around(self._engine.call)(*args, **kwargs)
-        whole = Call.of(args, without_cache(self._model, kwargs))
+        whole = Call.of(args, CacheOff("scale").options(self._model, self._name, kwargs))
         layout = self._probe.layout(whole)
         each = self._micro_batches_for(layout.rows)
         parts = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, self._ranks * each)]

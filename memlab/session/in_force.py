@@ -30,7 +30,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Plan
-from memlab.runtime import state_layers
+from memlab.runtime import state_entries, state_layers
 from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.interrupts import Interrupts, uninterrupted
@@ -113,7 +113,7 @@ class InForce:
         if not coming and not any(self._leaves(kind, plan) for kind in self._entries):
             self._follow(plan)
             return
-        state_layers.note_held(self.optimizers)
+        state_entries.note_held(self.optimizers)
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with uninterrupted() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
@@ -128,7 +128,7 @@ class InForce:
         for technique in self.techniques:
             technique.plan = plan
         if not (self._changes_state or self._host.is_led()):
-            state_layers.forget_held(self.optimizers)
+            state_entries.forget_held(self.optimizers)
 
     @property
     def held_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -222,7 +222,7 @@ class InForce:
             tried, self._entries, self.plan = self._entries, entries, plan
             self._refresh()
             before.restore()
-            state_layers.restored(self.optimizers)
+            state_entries.restored(self.optimizers)
             _close([entry for kind, entry in tried.items() if entries.get(kind) is not entry])
             del before, tried, entries
             raise

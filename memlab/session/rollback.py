@@ -26,7 +26,8 @@ from torch import nn
 from memlab.plan import Plan, Tier
 from memlab.runtime import backward, containers
 from memlab.runtime.fp32_products import Fp32Products
-from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState
+from memlab.runtime.state_entries import PackedState
+from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
 

@@ -16,7 +16,7 @@ import torch
 from memlab.plan import Tier
 from memlab.runtime.aliases import overwrite
 from memlab.runtime.model_state import State
-from memlab.runtime.state_layers import PackedState
+from memlab.runtime.state_entries import PackedState
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.masters import masters_of

@@ -493,7 +493,7 @@ class TestMemlabItselfFails:
                 "memfit: watching this cell failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
             ),
             (
-                "memlab.jupyter.watch._title",
+                "memlab.jupyter.watch.title_of",
                 "memfit: the receipt failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
             ),
             (
@@ -535,7 +535,7 @@ class TestMemlabItselfFails:
         assert "as written" in ran.out
 
     def test_an_error_of_the_cells_stays_the_cells(self, made: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("memlab.jupyter.watch._events", _fail)
+        monkeypatch.setattr("memlab.jupyter.watch.events_of", _fail)
         ran = made(f"%%memfit\n{TRAIN}\n1 / 0")
         assert isinstance(ran.error, ZeroDivisionError)
 

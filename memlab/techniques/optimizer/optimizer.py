@@ -28,7 +28,8 @@ from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan, Tier
 from memlab.runtime.buckets import group_of
 from memlab.runtime.optimizer_step import unhooked_step
-from memlab.runtime.state_layers import SMALL_ELEMENTS, PackedState, set_state, shown
+from memlab.runtime.state_entries import PackedState, set_state
+from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier

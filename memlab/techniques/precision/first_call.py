@@ -225,8 +225,9 @@ def _computing_later(output: Any, precision: Precision) -> str | None:
 
 def _is_of_graph(value: Any) -> bool:
     """Return whether a value is a layer, or a tensor that gradients go to or that has few bits."""
-    is_low = isinstance(value, torch.Tensor) and value.dtype in AUTOCAST_DTYPES.values()
-    return isinstance(value, nn.Module) or is_low or (isinstance(value, torch.Tensor) and value.requires_grad)
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad or value.dtype in AUTOCAST_DTYPES.values()
+    return isinstance(value, nn.Module)
 
 
 def is_awaited_with_others(parameter: nn.Parameter) -> bool:

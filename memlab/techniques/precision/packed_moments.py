@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.state_layers import PackedState, held_states, shown
+from memlab.runtime.state_entries import PackedState, held_states
+from memlab.runtime.state_layers import shown
 from memlab.techniques.base import State, Technique
 from memlab.techniques.precision.moments import round_stochastically
 
