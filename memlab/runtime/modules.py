@@ -108,7 +108,7 @@ def accepts_use_cache(model: nn.Module) -> bool:
     return callable(forward) and "use_cache" in inspect.signature(forward).parameters
 
 
-def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments with the key-value cache off.
 
     A recomputed or split forward would fill it twice. The exception: `_needs_cache`.
@@ -147,7 +147,7 @@ class CacheOff:
             )
             refusal.in_loop = True
             raise refusal
-        made = without_cache(model, kwargs)
+        made = _without_cache(model, kwargs)
         self._was_on |= made.get("use_cache") is False and kwargs.get("use_cache") is not False
         return made
 

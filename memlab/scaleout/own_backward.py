@@ -2,10 +2,10 @@
 
 An engine hands gradients over in one kind of backward pass: every parameter gets its gradient, once, without a graph. The loop
 may ask for something else (``torch.autograd.grad``, ``backward(inputs=...)``, ``create_graph=True``, and with some engines
-a pass through two calls). Between the engine's
-outputs and the loop stands a node that also leads to the user's parameters and to the inputs. In a pass of the first kind it
-hands gradients on to the engine's graph. In any other the call is run again on the user's modules, from the state
-it began with, and the gradients are those of that graph.
+a pass through two calls), or the engine has ended since the call. Between the engine's outputs and the loop stands a node
+that also leads to the user's parameters and to the inputs. In a pass of the first kind it hands gradients on to the engine's
+graph. In any other the call is run again on the user's modules, from the state it began with, and the gradients are those of
+that graph.
 
 The engine's graph is apart from the loop's, as engines break where autograd comes by without gradients. Where hooks or
 attributes keep tensors of that graph, it is part of the loop's.
@@ -47,13 +47,11 @@ class OwnBackward:
         device: torch.device,  # of the inputs
         is_apart: bool,  # whether the engine's graph is no part of the loop's
         updates: Callable[[], int],  # done so far
-        passes: Callable[
-            [], int
-        ],  # backward passes so far, where the engine runs none of a call from before another; else 0
+        age: Callable[[], object],  # another one, once the engine no longer runs backward passes of calls from before
     ) -> None:
         self._model, self._own, self._device = model, own, device
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
-        self._is_apart, self._updates, self._passes = is_apart, updates, passes
+        self._is_apart, self._updates, self._age = is_apart, updates, age
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._inputs = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._inner_inputs: list[torch.Tensor] = []
@@ -62,7 +60,7 @@ class OwnBackward:
         self._sources = [*self._inputs, *self._parameters.values(), self._leaf]
         self._context = CallContext()
         self._state = State.of_model(model, device, self._leaves)
-        self._began, self._passes_before = self._now(), passes()
+        self._began, self._age_then = self._now(), age()
         self._paths: list[Path] = []
         self._gave: dict[Path, Fingerprint] = {}
         self._graph: list[torch.Tensor] = []  # the engine's outputs, where they are apart
@@ -104,7 +102,7 @@ class OwnBackward:
         self.waits = False
         nothing = [None] * len(self._sources)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        is_engines = not torch.is_grad_enabled() and is_added(leaf) and self._passes() == self._passes_before
+        is_engines = not torch.is_grad_enabled() and is_added(leaf) and self._age() == self._age_then
         if self._is_apart:
             if is_engines and not keeps:
                 return [*self._apart(outer), *nothing[len(self._inputs) :]]

@@ -28,7 +28,7 @@ from memlab.records import Category
 from memlab.runtime.batch import Batch
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
-from memlab.runtime.modules import accepts_use_cache, without_cache, without_global_hooks
+from memlab.runtime.modules import CacheOff, accepts_use_cache, without_global_hooks
 from memlab.runtime.own_steps import own_steps
 from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.stand_ins import stand_in
@@ -243,7 +243,8 @@ class Tracer:
         if use_cache or workload.loss_fn is not None:
             return workload
         call = call_of(workload)
-        return self.twin.with_batch(Batch(call.args, without_cache(workload.model, call.kwargs)))
+        options = CacheOff("accumulate").options(workload.model, workload.name, call.kwargs)
+        return self.twin.with_batch(Batch(call.args, options))
 
     def _one_pass(self, session: Session, seen: _StepObserver, workload: Workload) -> Trace:
         seen.begin(session, workload)

@@ -372,6 +372,34 @@ def test_a_backward_pass_that_an_engine_cannot_run_gives_the_gradients_of_the_lo
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@engines(*ONE_OF_EACH)
+@pytest.mark.parametrize("then", ["", "--checkpoint"])
+def test_an_engine_that_ends_between_a_call_and_its_backward_pass(flags: str, then: str) -> None:
+    """The call's own graph is of the engine, which does not run it any more."""
+    torch.manual_seed(0)
+    model = Remembering()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    rows = torch.randn(4, 4, 8)
+    reference, expected = copy.deepcopy(model), []
+    its_optimizer = torch.optim.Adam(reference.parameters(), lr=1e-2)
+    for x in rows:
+        loss = two_calls(reference, x)
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+        expected.append(loss.item())
+    with fit(Workload(model, optimizer), flags) as session:
+        for step, x in enumerate(rows):
+            loss = model(x).square().mean() + model(-x).square().mean()
+            if step == 2:
+                session.switch(Plan.parse(then), now=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert loss.item() == pytest.approx(expected[step], rel=1e-6)
+    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @engines("--scale zero2", "--scale zero3")
 def test_two_calls_with_hooks_within_before_one_backward_pass_are_refused(flags: str) -> None:
     def hooked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

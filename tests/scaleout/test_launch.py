@@ -159,6 +159,17 @@ def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:
 
 
 @pytest.mark.full
+def test_ranks_that_split_a_batch_refuse_a_key_value_cache() -> None:
+    workload = gpt2()
+
+    def train(there: Workload) -> None:
+        there.model(BATCHES[0], use_cache=True)
+
+    with pytest.raises(ScaleError, match=r"the loop asks GPT2\w* for a key-value cache"):
+        launch(train, workload, "--scale ddp", nproc=2)
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("no_process_left")
 def test_an_interrupt_ends_all_ranks() -> None:
     workload = gpt2()

@@ -707,7 +707,9 @@ class TestRefusals:
         rows, _ = regression_batch(8)
         # the first rows are alike, and do not tell
         line = self.refusal(Balanced(), rows, torch.tensor([0, 0, 0, 0, 1, 2, 1, 2]))
-        assert "the loss of Balanced is not a mean or sum over rows or targets" in line
+        assert re.search(
+            r"the loss of Balanced is not a mean or sum over rows .* \d rows together it is [\d.]+, for them", line
+        )
 
 
 @pytest.mark.parametrize("by", ["retain_grad", "register_hook"])

@@ -249,14 +249,17 @@ class Probe:
             pair = separating_rows(call, layout, open_rules[0]) if open_rules else None
             if pair is None:
                 break
-            found, outputs = self._holding(call, layout, pair, lambda position, found=found: found.get(position, []))  # type: ignore[misc]
+            rows = pair
+            found, outputs = self._holding(call, layout, rows, lambda position, found=found: found.get(position, []))  # type: ignore[misc]
         whole = outputs[0]
         if whole.loss >= 0 and whole.loss not in found:
             if whole.leaves[whole.loss].isnan():
                 return {whole.loss: []}
+            together, first, others = (f"{float(each.leaves[whole.loss]):.4g}" for each in outputs)
             raise RefusalError(
                 _FIELD,
-                f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient",
+                f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient: "
+                f"for {len(rows)} rows together it is {together}, for them in two parts {first} and {others}",
                 "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
             )
         return found
