@@ -16,6 +16,7 @@ everything again before it uses any.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -43,11 +44,12 @@ _is_uncompiled: ContextVar[bool] = ContextVar("uncompiled", default=False)
 
 
 class _WithBudget:
-    """A compiler that keeps to the budget, and notes whether it ever asked for it."""
+    """A compiler that keeps to the budget, and notes whether it ever asked for it, and how often what it made ran."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
-        self.has_run = self.has_asked = False
+        self.has_asked = False
+        self.runs = 0
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
         from torch._functorch import config, partitioners
@@ -64,9 +66,15 @@ class _WithBudget:
             several = {node: list(node.users) for node in kept if isinstance(node.meta.get("val"), (tuple, list))}
             return [each for node in kept for each in several.get(node, [node])]
 
-        self.has_run = True
         with config.patch(activation_memory_budget=_BUDGET), mock.patch.object(partitioners, _SPLITS, asked):
-            return self.own(graph, inputs, **options)
+            made = self.own(graph, inputs, **options)
+
+        @functools.wraps(made)
+        def counted(*args: Any) -> Any:
+            self.runs += 1
+            return made(*args)
+
+        return counted
 
 
 class CompiledParts:
@@ -96,16 +104,19 @@ class CompiledParts:
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
+        compilers = self._compilers.values()
+        runs_before = sum(compiler.runs for compiler in compilers)
         try:
             with config.patch(fail_on_recompile_limit_hit=True):
                 output = self._run(original, args, kwargs)
         except FailOnRecompileLimitHit:
             raise _refusal(f"{self._name} is compiled, and torch has reached its limit of recompilations") from None
-        compilers = self._compilers.values()
+        if sum(compiler.runs for compiler in compilers) == runs_before:  # as of modules that come with torch
+            nothing = f"torch compiles nothing of {self._name}, though it was asked to"
+            raise RefusalError("checkpointing", nothing, "make it anew without compile(), or use --accumulate N")
         if not any(compiler.has_asked for compiler in compilers):
             what = "its backend does not split forward from backward by torch's partitioner, which is what keeps to a budget"
-            nothing = "torch compiles nothing of it"
-            raise _refusal(f"{self._name} is compiled, and {what if any(c.has_run for c in compilers) else nothing}")
+            raise _refusal(f"{self._name} is compiled, and {what}")
         self._is_known = True
         return output
 
