@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.runtime.aliases import put_back, version_of
+from memlab.runtime.aliases import Storage, put_back, version_of
 from memlab.runtime.model_state import KeptTensor, State, Written
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness, RandomState
@@ -50,7 +50,14 @@ class Start:
         self._random = Randomness() if self._state is None else self._state.random
         modules = [*model.modules()]
         self._buffers = [
-            (table, name, buffer, None if buffer in _left_alone else buffer.detach().clone(), buffer._version)
+            (
+                table,
+                name,
+                buffer,
+                None if buffer in _left_alone else buffer.detach().clone(),
+                buffer._version,
+                Storage(buffer),
+            )
             for table, name, buffer in (*_buffers_of(modules), *_frozen_of(modules, device))
             if not buffer.is_inference() and not self._is_in_state(buffer)
         ]
@@ -83,8 +90,9 @@ class Start:
 
     def call_ended(self) -> None:
         """Learn which buffers a call leaves alone, and which other tensors it writes to."""
-        for table, name, buffer, copy, version in self._buffers:
-            is_same = name in table and table[name] is buffer and buffer._version == version  # of torch.jit, no dict
+        for table, name, buffer, copy, version, storage in self._buffers:
+            is_there = name in table and table[name] is buffer  # of torch.jit, no dict
+            is_same = is_there and buffer._version == version and not storage.is_another
             if not is_same:
                 _left_alone.pop(buffer, None)
             elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):
@@ -98,9 +106,10 @@ class Start:
             self._state.restore(instead)
         else:
             self._random.restore()
-        for table, name, buffer, copy, _ in self._buffers:
+        for table, name, buffer, copy, _, storage in self._buffers:
             if name not in table or table[name] is not buffer:
                 table[name] = buffer
+            storage.give_back()
             if copy is not None:
                 # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
                 put_back(buffer, copy)

@@ -154,6 +154,41 @@ def version_of(gradient: torch.Tensor | None) -> int:
     return -1 if gradient is None else gradient._version
 
 
+class Storage:
+    """Storage of a tensor at a moment; `tensor.data = ...` and `set_` give it another one, and leave its version alone or not.
+
+    Example:
+        >>> average = torch.zeros(2)
+        >>> before = Storage(average)
+        >>> average.data = torch.ones(2)
+        >>> before.is_another, before.values
+        (True, tensor([0., 0.]))
+        >>> before.give_back()
+        >>> average
+        tensor([0., 0.])
+    """
+
+    __slots__ = ("_tensor", "values")
+
+    def __init__(self, tensor: torch.Tensor, *, of_parameters: bool = False) -> None:
+        self._tensor = tensor
+        is_plain = own_class(tensor) is torch.Tensor or (of_parameters and own_class(tensor) is nn.Parameter)
+        is_plain = is_plain and tensor.layout is torch.strided and tensor.grad_fn is None
+        # the tensor as it was then, in that storage; None where no other one is looked for: techniques move parameters
+        self.values = tensor.detach() if is_plain else None
+
+    @property
+    def is_another(self) -> bool:
+        """Return whether the tensor has got another storage since."""
+        there = self._tensor.untyped_storage()._cdata if self.values is not None else None
+        return self.values is not None and self.values.untyped_storage()._cdata != there
+
+    def give_back(self) -> None:
+        """Give the tensor the storage it had: the other one may be that of another tensor, which is not to be written to."""
+        if self.values is not None and self.is_another:
+            self._tensor.data = self.values
+
+
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give a tensor values that it had, unnoticed by a graph that has saved it, and its size where that is another now."""
     if tensor.shape == values.shape:

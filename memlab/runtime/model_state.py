@@ -9,7 +9,8 @@ Rules:
    there meanwhile. So counters count once, a cache is filled once, and an attribute keeps the tensor it got in the first run.
 3. Tensors that a run writes to are copied beforehand: small ones always, since some operators write to running statistics
    without a trace, and those that the part has been seen to write to. Any others are watched. Running again writes to a copy.
-   So are small parameters without gradients of the user's own modules: some keep running statistics there.
+   So are small parameters without gradients of the user's own modules: some keep running statistics there. Others are watched
+   where that is asked for, in the first run of a part.
 4. A tensor with a graph is remembered without it; else steps would hold each other's graphs.
 """
 
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.runtime.aliases import put_back, stand_in_for
+from memlab.runtime.aliases import Storage, put_back, stand_in_for
 from memlab.runtime.containers import ABSENT, Items, Mapping
 from memlab.runtime.reach import SMALL_BYTES, ModuleHooks, Walk
 from memlab.runtime.rng import Randomness
@@ -55,6 +56,9 @@ class Written:
     def add(self, tensor: torch.Tensor) -> None:
         self._by_id[id(tensor)] = weakref.ref(tensor)
 
+    def __len__(self) -> int:
+        return len(self._by_id)
+
     def __contains__(self, tensor: torch.Tensor) -> bool:
         found = self._by_id.get(id(tensor))
         return found is not None and found() is tensor
@@ -63,13 +67,14 @@ class Written:
 class KeptTensor:
     """A tensor of the state, as it is before a run."""
 
-    __slots__ = ("__weakref__", "_copy", "_held", "_seen", "_version")
+    __slots__ = ("__weakref__", "_copy", "_held", "_seen", "_storage", "_version")
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
         self._seen = weakref.ref(tensor)
         self._held = tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
         self._copy: torch.Tensor | None = None
         self._version = tensor._version
+        self._storage = Storage(self._held, of_parameters=not copied)
         if copied:
             self.copy()
 
@@ -80,6 +85,11 @@ class KeptTensor:
     @property
     def is_copied(self) -> bool:
         return self._copy is not None
+
+    @property
+    def was_replaced(self) -> bool:
+        """Return whether a run gets another tensor in its place: one that it may write to, or one in the storage it had."""
+        return self.is_copied or self._storage.is_another
 
     @property
     def derives(self) -> bool:
@@ -93,8 +103,18 @@ class KeptTensor:
     def copy(self) -> torch.Tensor | None:
         """Keep its values; returns the tensor that modules refer to."""
         if self._copy is None:
-            self._copy = self._held.detach().clone()
+            values = self._storage.values
+            self._copy = (self._held.detach() if values is None else values).clone()
         return self._seen()
+
+    def run_ended(self) -> bool:
+        """Keep its values where a run has given it another storage; whether that is so. Techniques move parameters between runs."""
+        is_another = self._storage.is_another
+        if is_another:
+            self.copy()
+        if isinstance(self._held, nn.Parameter):
+            self._storage = Storage(self._held)
+        return is_another
 
     def as_it_was(self, *, with_graph: bool = False) -> torch.Tensor:
         """Return the tensor, or a copy that may be written to.
@@ -102,10 +122,11 @@ class KeptTensor:
         Args:
             with_graph: with the graph it has; whoever asks has kept it.
         """
-        if self._copy is None:
+        values = self._storage.values if self._copy is None and self._storage.is_another else self._copy
+        if values is None:
             seen = self.seen if with_graph else None
             return self._held if seen is None else seen
-        return stand_in_for(self._held, self._copy.clone())
+        return stand_in_for(self._held, values.clone())
 
     @property
     def original(self) -> torch.Tensor:
@@ -116,10 +137,11 @@ class KeptTensor:
     @property
     def is_written(self) -> bool:
         """Return whether the tensor has been written to since."""
-        return self._held._version != self._version
+        return self._held._version != self._version or self._storage.is_another
 
     def write_back(self) -> None:
         """Give it the values it had, unnoticed by a graph that has saved it: what a run writes, its backward does not read."""
+        self._storage.give_back()
         if self._copy is not None:
             put_back(self._held, self._copy)
 
@@ -148,6 +170,8 @@ class State(Walk):
         written: Written,
         device: torch.device,
         most_containers: int = _OF_A_PART,
+        *,
+        frozen: bool = False,  # watch all parameters without gradients
     ) -> None:
         super().__init__()
         self.most_containers = most_containers
@@ -158,8 +182,8 @@ class State(Walk):
             if module._parameters:
                 self.met(_Parameters(module._parameters))
                 self.met(_Trains(module._parameters))
-            if _keeps_statistics(module):
-                self._keep_frozen(module, device)
+            if module._parameters and (frozen or written or _keeps_statistics(module)):
+                self._keep_frozen(module, device, watched=frozen)
         self._modules_hold = len(self._contents)  # containers; those that follow belong to the objects
         for value in objects:
             self.look_at(value, "", 0)
@@ -253,12 +277,13 @@ class State(Walk):
 
     def _put_originals(self, stand_ins: _StandIns) -> None:
         """Put back the originals of copies, which the first run has written to."""
-        originals = {id(copy): kept.seen for kept, copy in stand_ins.items() if kept.is_copied}
+        originals = {id(copy): kept.seen for kept, copy in stand_ins.items() if kept.was_replaced}
         for container, _ in self._contents:
             now = container.read()
             container.fill({key: originals.get(id(value), value) for key, value in now.items()})
 
-    def _keep_frozen(self, module: nn.Module, device: torch.device) -> None:
+    def _keep_frozen(self, module: nn.Module, device: torch.device, *, watched: bool) -> None:
+        keeps_statistics = _keeps_statistics(module)
         for parameter in module._parameters.values():
             # what a technique or an engine keeps elsewhere, or in another form, is no statistic
             if (
@@ -268,8 +293,11 @@ class State(Walk):
                 or parameter.device != device
             ):
                 continue
-            if 0 < parameter.untyped_storage().nbytes() <= SMALL_BYTES and not parameter.is_inference():
-                self._tensors.setdefault(id(parameter), KeptTensor(parameter, copied=True))
+            size_bytes = parameter.untyped_storage().nbytes()
+            is_small = keeps_statistics and size_bytes <= SMALL_BYTES
+            copied = is_small or parameter in self._written
+            if size_bytes and (copied or watched) and not parameter.is_inference():
+                self._tensors.setdefault(id(parameter), KeptTensor(parameter, copied=copied))
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         if id(tensor) in self._tensors or isinstance(tensor, nn.Parameter) or own_class(tensor) not in _COPIED:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
-from memlab.runtime.aliases import KEEP_WHOLE, overwrite, put_back
+from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back
 from memlab.runtime.containers import Container, Effect, Items
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
 _FIELD = "accumulation"
+_IN_PLACE = ", in place"
 # frozen parameters up to this size are looked at: codebooks, running statistics kept as parameters
 _SMALL_PARAMETER_BYTES = 8 * 1024**2
 
@@ -55,15 +57,16 @@ class Surroundings(Walk):
     def __init__(
         self,
         model: nn.Module,
-        # names of tensors that are known to change, copies of which are kept whatever their size
+        # of effects by which tensors are known to change, copies of which are kept whatever their size
         changing: Collection[str] = (),
         *,
         complete: bool = False,  # keep copies of all tensors
         without_buffers_of: type | tuple[type, ...] = (),  # kinds of modules whose buffers are left alone
         buffers_alone: bool = False,  # look at nothing but buffers
+        frozen: bool = True,  # look at small frozen parameters as well
     ) -> None:
         super().__init__()
-        self._changing = changing
+        self._changing = frozenset(name.removesuffix(_IN_PLACE) for name in changing)
         self._complete = complete
         self._tensors: list[_Tensor] = []
         self._glances: list[Any] = []  # of the containers, which seldom change
@@ -73,7 +76,7 @@ class Surroundings(Walk):
                 self.buffers(path, module)
                 continue
             self.module(path, module, buffers=not isinstance(module, without_buffers_of))
-            for name, parameter in module._parameters.items():
+            for name, parameter in module._parameters.items() if frozen else ():
                 if (
                     parameter is not None
                     and not parameter.requires_grad
@@ -90,30 +93,34 @@ class Surroundings(Walk):
         return {each.name: each.tensor for each in self._tensors if each.tensor.grad_fn is not None}
 
     def effects(self) -> dict[str, Effect]:
-        """Return what has changed since, by name."""
+        """Return what has changed since, by name; a tensor that was written to and then replaced is there twice."""
         found: dict[str, Effect] = {}
+        for effect in self._effects():
+            name = effect.name
+            while name in found:
+                name += _IN_PLACE
+            found[name] = effect if name == effect.name else replace(effect, name=name)
+        return found
+
+    def _effects(self) -> Iterator[Effect]:
         for container, before in self._changed():
-            for effect in container.effects(before):
-                found[effect.name] = effect
+            yield from container.effects(before)
         for tensor in self._tensors:
             if tensor.is_changed():
-                found[tensor.name] = Effect(tensor.name, "written", tensor.before, tensor.copy(), tensor.write)
-        return found
+                yield Effect(tensor.name, "written", tensor.before, tensor.copy(), tensor.write)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Context within which all is as it was; afterwards it is again as it is now."""
-        now = self.effects()
-        for tensor in self._tensors:
-            if tensor.before is None:
-                now.pop(tensor.name, None)
+        # large tensors of which there is no copy stay as they are
+        now = [each for each in self._effects() if not (each.kind == "written" and each.before is None)]
         hooks = [ModuleHooks(each.attributes) for each in self._hooks]
         self.restore(strict=False)
         try:
             yield
         finally:
             self.restore(strict=False)
-            for effect in now.values():
+            for effect in now:
                 effect.write(effect.value)
             for each in hooks:
                 each.restore()
@@ -145,8 +152,7 @@ class Surroundings(Walk):
                     raise RefusalError(
                         _FIELD, f"the forward pass has begun to change {tensor.name} in place", KEEP_WHOLE
                     )
-                tensor.write(tensor.before)
-                tensor.look_again()
+                tensor.put_back()
 
     def register(self) -> None:
         """Have the hooks again that the first run has left, which `restore` took away."""
@@ -183,15 +189,25 @@ class _Tensor:
         self.name = name
         self.tensor = tensor
         self._version = tensor._version
+        self._storage = Storage(tensor)
         self._compares = compares
-        self.before: Any = self.copy() if keep else None
+        self._copy: Any = self.copy() if keep else None
+
+    @property
+    def before(self) -> Any:
+        """Its values before; None where it has been written to and there is no copy."""
+        return self._storage.values if self._copy is None and self._storage.is_another else self._copy
 
     def is_changed(self) -> bool:
-        if self.tensor._version != self._version:
+        if self.tensor._version != self._version or self._storage.is_another:
             return True
-        return self._compares and not _same_values(self.tensor.detach(), self.before)
+        return self._compares and not _same_values(self.tensor.detach(), self._copy)
 
-    def look_again(self) -> None:
+    def put_back(self) -> None:
+        """Give it what it had before."""
+        before = self.before
+        self._storage.give_back()
+        self.write(before)
         self._version = self.tensor._version
 
     def copy(self) -> Any:

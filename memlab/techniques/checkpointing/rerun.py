@@ -89,7 +89,7 @@ class Run:
         self._weights: dict[nn.Parameter, torch.Tensor] = {}  # that train and were written to, with what they were
         modules = part.modules
         self.device = _device(self.inputs, modules)
-        self._state = State(modules, self._others, part.written, self.device)
+        self._state = State(modules, self._others, part.written, self.device, frozen=not part.is_watched)
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
@@ -176,7 +176,11 @@ class Run:
     ) -> Any:
         """Run the part for the first time."""
         with _one_deeper(), self._observers.watched(products):
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+        for kept in self._state.tensors:
+            if kept.run_ended():
+                self._part.written.add(kept.original)
+        return output
 
     @contextmanager
     def again(self, *, with_graphs: bool = False) -> Iterator[Repetition]:

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.autocast import without_cached_casts
+from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.graphs import is_transformed, why_as_written
 from memlab.runtime.homes import rests
 from memlab.runtime.interrupts import uninterrupted
@@ -129,12 +130,12 @@ class _Guest:
     copy: torch.Tensor
     version: int
 
-    def leave(self) -> None:
+    def leave(self, *, was_written: bool) -> None:
         parameter, stored = self.parameter, self.resting.stored
         if storage_of(parameter) != storage_of(self.copy):
             return  # the model has put other data there
         with torch.inference_mode(False), torch.no_grad():
-            if not parameter.is_inference() and parameter._version != self.version:
+            if was_written or (not parameter.is_inference() and parameter._version != self.version):
                 stored.copy_(self.copy)  # the forward has changed it
             parameter.data = stored
 
@@ -200,6 +201,9 @@ class BlockStreaming:
         self._at_rest: dict[int, Resting] = {}  # by the storage at rest
         self._copies: WhileAlive[_Known] = WhileAlive()  # of storages of copies that are in use
         self._in_use: set[int] = set()
+        # by the storage at rest, what a forward has written to past its version (`.data`): seen in the first one of a block
+        self._written: set[int] = set()
+        self._watched: set[int] = set()  # blocks that have had one
         self._graph_task = -1  # the backward pass at whose end there is something to do
         self._open: list[tuple[int, ExitStack]] = []  # blocks whose forward is under way
         self._ahead: dict[int, Ticket] = {}  # by the storage at rest; on the way for the next block
@@ -258,7 +262,7 @@ class BlockStreaming:
         finally:
             for guest in guests:
                 self._copies.forget(guest.copy.untyped_storage())
-                guest.leave()
+                guest.leave(was_written=storage_of(guest.resting.stored) in self._written)
 
     @contextmanager
     def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -304,6 +308,9 @@ class BlockStreaming:
                 if _autocast_dtype(self.link.device) is not None:
                     use.enter_context(without_cached_casts(self.link.device.type))
                     use.enter_context(_Casts(self._copies, self.link.device))
+                if id(block) not in self._watched:
+                    self._watched.add(id(block))
+                    use.enter_context(_Writes(self._copies, self._written))
             self._open.append((id(block), use.pop_all()))
 
     def end(self, block: nn.Module) -> None:
@@ -492,6 +499,19 @@ _PRODUCTS = frozenset(
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+class _Writes(WatchingMode):
+    """Notes what is at rest of copies that are written to."""
+
+    def __init__(self, copies: WhileAlive[_Known], written: set[int]) -> None:
+        super().__init__()
+        self._copies, self._written = copies, written
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = (self._copies.of(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs))
+        self._written.update(storage_of(each.resting.stored) for each in known if each is not None)
+        return func(*args, **kwargs)
 
 
 class _Casts(TorchFunctionMode):

@@ -61,7 +61,7 @@ class FirstCalls:
         """
         if self._precision is Precision.FP16:
             refuse_backward_hooks(name, model)
-        before = Surroundings(model)
+        before = _state_of(model)
         randomness = Randomness(before.generators)
         frozen = self._copies_of_frozen(model)
         try:
@@ -109,7 +109,7 @@ class FirstCalls:
         self, name: str, model: nn.Module, run: Callable[[], Any], said: str, frozen: Sequence[_Frozen]
     ) -> RefusalError:
         """Return the refusal of a model that a call of runs in full precision, which leaves nothing behind; raise its own error."""
-        before = Surroundings(model)
+        before = _state_of(model)
         randomness = Randomness(before.generators)
         with self._in_fp32(model):
             masters = [(tensor, tensor.detach().clone()) for tensor in (each.tensor for each in frozen)]
@@ -136,9 +136,8 @@ class FirstCalls:
             for name, each in table.items()
             if each is not None and each in self._masters and not each.requires_grad
         ]
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         is_twin = any(isinstance(tensor, FakeTensor) for _, tensor, _ in frozen)  # has no values to lose
-        if is_twin or sum(tensor.numel() for _, tensor, _ in frozen) > 2 * trained:
+        if is_twin or _are_most(model, [tensor for _, tensor, _ in frozen]):
             return []
         return [_Frozen(*each) for each in frozen]
 
@@ -172,6 +171,20 @@ class FirstCalls:
         }
         within = nodes_of(tensors_in(output)) if left else {}
         return next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None)
+
+
+def _state_of(model: nn.Module) -> Surroundings:
+    """Return what a model's forward may change, with copies: writes to `.data` are seen by values alone.
+
+    Not of frozen parameters where they are most of the model, as base weights beside adapters.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return Surroundings(model, complete=True, frozen=not _are_most(model, frozen))
+
+
+def _are_most(model: nn.Module, frozen: Sequence[torch.Tensor]) -> bool:
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return sum(tensor.numel() for tensor in frozen) > 2 * trained
 
 
 def _buffers_of_users(part: nn.Module) -> dict[str, torch.Tensor | None]:
