@@ -18,6 +18,8 @@ from memlab.runtime.touch import own_class
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
 _written = Written()
 _left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+_models: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()  # that have been called
+_met: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()  # large tensors that they referred to before a call
 
 
 class Weights:
@@ -38,7 +40,8 @@ class Weights:
 class Start:
     """Start of a model call: what the model reaches, and random states.
 
-    A large buffer that calls have left alone so far (a mask, a table) is not copied.
+    A large buffer that calls have left alone so far (a mask, a table) is not copied. Nor is another large tensor that the model
+    refers to, unless it was there before an earlier call: what a hook keeps of each call is another one each time.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
@@ -47,6 +50,8 @@ class Start:
         self._model, self._device = model, device
         self._graphs: list[torch.Tensor | None] = []
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
+        if self._state is not None:
+            self._copy_lasting(self._state)
         self._random = Randomness() if self._state is None else self._state.random
         modules = [*model.modules()]
         self._buffers = [
@@ -61,6 +66,18 @@ class Start:
             for table, name, buffer in (*_buffers_of(modules), *_frozen_of(modules, device))
             if not buffer.is_inference() and not self._is_in_state(buffer)
         ]
+
+    def _copy_lasting(self, state: State) -> None:
+        is_first = self._model not in _models
+        _models[self._model] = True
+        buffers = {id(buffer) for module in self._model.modules() for buffer in module._buffers.values()}
+        for kept in state.own_tensors:
+            tensor = kept.original
+            if kept.is_copied or tensor in _left_alone or tensor.grad_fn is not None or id(tensor) in buffers:
+                continue
+            if is_first or tensor in _met:
+                kept.copy()
+            _met[tensor] = True
 
     def _is_in_state(self, buffer: torch.Tensor) -> bool:
         is_small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
@@ -99,6 +116,9 @@ class Start:
                 _left_alone[buffer] = True  # by values: BatchNorm, and writes to `.data`, leave versions alone
         if self._state is not None:
             self._state.learn()
+            for kept in self._state.own_tensors:
+                if kept.original.nbytes > SMALL_BYTES and kept.is_as_copied:
+                    _left_alone[kept.original] = True
 
     def restore(self, instead: dict[KeptTensor, torch.Tensor] | None = None) -> None:
         """Put all of it back; some tensors have others in their places."""

@@ -135,6 +135,11 @@ class KeptTensor:
         return self._held if seen is None else seen
 
     @property
+    def is_as_copied(self) -> bool:
+        """Return whether it holds what was copied; writes to `.data` leave its version alone."""
+        return self._copy is not None and not self.is_written and torch.equal(self._held.detach(), self._copy)
+
+    @property
     def is_written(self) -> bool:
         """Return whether the tensor has been written to since."""
         return self._held._version != self._version or self._storage.is_another
@@ -184,7 +189,8 @@ class State(Walk):
                 self.met(_Trains(module._parameters))
             if module._parameters and (frozen or written or _keeps_statistics(module)):
                 self._keep_frozen(module, device, watched=frozen)
-        self._modules_hold = len(self._contents)  # containers; those that follow belong to the objects
+        # containers and tensors; those that follow belong to the objects
+        self._modules_hold, own_tensors = len(self._contents), len(self._tensors)
         for value in objects:
             self.look_at(value, "", 0)
         if self._tensors:
@@ -196,6 +202,7 @@ class State(Walk):
                 for container, items in self._contents
             ]
         self._tensors_kept = list(self._tensors.values())
+        self.own_tensors = self._tensors_kept[:own_tensors]  # those that modules refer to
         self._tensors.clear()
         self._seen.clear()
         self.random = Randomness(self.generators)
