@@ -30,15 +30,17 @@ class Usage:
         self._was_begun = is_within_step or any(p.grad is not None for p in self._workload.model.parameters())
         self.ends_earlier_step = False  # whether the loop has made such an update
         self.was_called = False  # whether the loop has called the model to train it
+        self._is_called = False  # whether it has done so since the last step
+        self._was_updated_after = False  # whether a step has followed such a call
         self.was_evaluated = False  # whether it has called it in eval mode, with gradients
         self.was_replicated = False  # whether it has called copies of it on several GPUs
         self.accumulates = False  # whether it makes several backward passes for a step
         self._gradient: object = None  # of one weight, at the first call since the last step
-        self._stepped: set[int] = set()  # optimizers that have, before the model was called
+        self._stepped: set[int] = set()  # optimizers that have, before an update followed a call
 
     def called(self, *, is_within_step: bool) -> None:
         """Note a training call; gradients that have changed since an earlier one of the same step are added up."""
-        self.was_called = True
+        self.was_called = self._is_called = True
         if self._in_force.plan.gradients is Gradients.RELEASE:
             return  # they come and go in the backward pass
         weight = next((p for p in self._workload.model.parameters() if p.requires_grad and p.is_leaf), None)
@@ -50,9 +52,11 @@ class Usage:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped; say what had no effect where it has stepped before."""
+        self._was_updated_after |= self._is_called
+        self._is_called = False
         if id(optimizer) in self._stepped:
             self.note()
-        if not self.was_called:
+        if not self._was_updated_after:
             if self._was_begun:
                 self._was_begun, self.ends_earlier_step = False, True
             else:
@@ -65,8 +69,8 @@ class Usage:
 
     @property
     def is_passed_by(self) -> bool:
-        """Return whether the model has been updated, and was not called."""
-        return bool(self._stepped) and not self.was_called
+        """Return whether the model has been updated, and was not called before an update."""
+        return bool(self._stepped) and not self._was_updated_after
 
     @property
     def how_passed_by(self) -> str:
@@ -80,7 +84,7 @@ class Usage:
     def passed_by(self) -> str | None:
         """Text for settings that work around calls or updates which the loop never makes; else None."""
         techniques = self._in_force.techniques
-        if not self.was_called:
+        if self.is_passed_by or not self.was_called:
             around = [t for t in techniques if type(t).forward is not Technique.forward and self._stepped]
             idle = [t for t in around if not t.was_reached]
             why = self.how_passed_by

@@ -74,10 +74,16 @@ class ChunkedLoss(Technique):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._waiting = Waiting()
+        self._has_deferred = False  # in the step under way
+        self._in_tiles_before = _in_tiles.count
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         for head in large_heads(workload.model):
-            stand_in(head, "forward", _deferring(head, self._waiting), undo)
+            stand_in(head, "forward", _deferring(head, self._deferred), undo)
+
+    def _deferred(self, logits: DeferredLogits) -> None:
+        self._waiting.add(logits)
+        self._has_deferred = True
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self._compute_waiting()
@@ -87,6 +93,9 @@ class ChunkedLoss(Technique):
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         _expire(self._waiting.taken())
+        if self._has_deferred and _in_tiles.count == self._in_tiles_before:
+            self.note_once(_NO_EFFECT)
+        self._has_deferred, self._in_tiles_before = False, _in_tiles.count
 
     def _compute_waiting(self) -> None:
         """Compute, before an update, logits that the loop may look at when the weights they came from are gone."""
@@ -103,6 +112,17 @@ def _expire(waiting: Sequence[weakref.ref[LazyTensor]]) -> None:
             logits.expire(_TOO_LATE)
 
 
+class _InTiles:
+    """How many losses were computed in tiles."""
+
+    count = 0
+
+
+_in_tiles = _InTiles()
+_NO_EFFECT = (
+    "--chunk-loss had no effect: the loss is no F.cross_entropy of logits [rows, classes] and target numbers [rows] with a mean "
+    "or a sum, without class weights and label smoothing; use --accumulate N, which divides the logits as well"
+)
 _TOO_LATE = (
     "logits of a chunked loss were read after optimizer.step(), when their weights were gone: read them before the step, "
     "or leave --chunk-loss out"
@@ -131,7 +151,7 @@ def _widening_layers(model: nn.Module) -> list[nn.Linear]:
     return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features > 4 * m.in_features]
 
 
-def _deferring(head: nn.Linear, waiting: Waiting) -> Callable[[torch.Tensor], Any]:
+def _deferring(head: nn.Linear, made: Callable[[DeferredLogits], None]) -> Callable[[torch.Tensor], Any]:
     original, product = method_of(head, "forward"), type(head).forward
 
     @functools.wraps(original)
@@ -139,7 +159,7 @@ def _deferring(head: nn.Linear, waiting: Waiting) -> Callable[[torch.Tensor], An
         if not (head.training and torch.is_grad_enabled()) or type(head).forward is not product:
             return original(hidden)
         logits = DeferredLogits.of(hidden, head)
-        waiting.add(logits)
+        made(logits)
         return logits
 
     return deferring
@@ -318,6 +338,7 @@ def _cross_entropy(
         or target.is_floating_point()
     ):
         return NotImplemented
+    _in_tiles.count += 1
     total = _TiledCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.hidden, logits.weight, logits.bias, target, ignore_index, logits.compute_dtype
     )

@@ -423,3 +423,14 @@ def test_a_model_without_a_large_head_is_refused() -> None:
         "loss: Sequential has no linear layer onto 2048 or more classes; "
         "use --accumulate N, which divides the logits as well"
     )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_loss_that_is_not_computed_in_tiles_is_said(smoothing: float) -> None:
+    model = nn.Sequential(nn.Embedding(2048, 8), nn.Linear(8, 2048))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = torch.randint(0, 2048, (16,))
+    with fit(Workload(model, optimizer), "--chunk-loss") as session:
+        F.cross_entropy(model(rows), rows, label_smoothing=smoothing).backward()
+        optimizer.step()
+        assert ("--chunk-loss had no effect" in str(session.log)) is bool(smoothing)

@@ -233,7 +233,7 @@ class _Remembering(nn.Linear):
 
 def test_rows_that_are_kept_from_call_to_call_are_named() -> None:
     model = _Remembering()
-    said = r"must match .* \(it keeps memory from call to call, with as many rows as the batch\); use --checkpoint"
+    said = r"must match .* \(it holds memory, with as many rows as the batch\); use --checkpoint"
     with fit(Workload(model), "--accumulate 2"), pytest.raises(RefusalError, match=said):
         model(inputs())
 

@@ -134,7 +134,7 @@ class Probe:
         if any(isinstance(leaf, torch.Tensor) and leaf.shape == square for leaf in call.leaves):
             reason += f" (one of its arguments is {[*square]}, rows by rows, as of the nodes of one graph)"
         elif failed and (kept := _kept_by_row(self._model, candidates[0].rows)):
-            reason += f" (it keeps {kept} from call to call, with as many rows as the batch)"
+            reason += f" (it holds {kept}, with as many rows as the batch)"
         raise RefusalError(_FIELD, reason, instead)
 
     def joins(self, call: Call) -> tuple[Join | None, ...]:
