@@ -199,7 +199,7 @@ class CellMagic:
             history.say(prediction.budget_line(history, session.plan, budget_bytes))
         control = self._notebook.control_of(live.model)
         bring_up_to_date(control, history)
-        if control.is_watched:
+        if control.views.any_open:
             control.predict()
 
     def _find(self, watch: CellWatch, options: CellOptions, source: cells.CellSource) -> None:

@@ -112,9 +112,9 @@ class Notebook:
     def control_of(self, model: nn.Module) -> Control:
         """Return what steers and follows a model's run: one for all its cells and panels."""
         control = control_of(model)
-        if control.run_ended is None:
-            control.run_ended = partial(self.keep_run, weakref.ref(model))
-            control.is_taken = lambda: self.background.running
+        if control.own_run.ended is None:
+            control.own_run.ended = partial(self.keep_run, weakref.ref(model))
+            control.loop.is_taken = lambda: self.background.running
         return control
 
     def control(self) -> Control | None:

@@ -430,8 +430,8 @@ class CellWatch:
         control.training_begins(session, meter, first)
         self._controls.append(control)
         taken.undo.callback(self._controls.remove, control)
-        taken.undo.callback(control.training_ended)
-        taken.undo.callback(control.stepped)
+        taken.undo.callback(control.steps.end)
+        taken.undo.callback(control.steps.stepped)
 
     @property
     def _present(self) -> list[tuple[Session, _Taken]]:
@@ -465,7 +465,7 @@ class CellWatch:
         """Have views follow; many short steps are taken in at once."""
         if self._controls and perf_counter() >= self._next_told_seconds:
             for control in self._controls:
-                control.stepped()
+                control.steps.stepped()
             self._next_told_seconds = perf_counter() + _LEAST_SECONDS_BETWEEN
         if self._looking is None and self._meter is not None and (steps := self._meter.steps_to_pass()):
             self.sessions[0].rest(steps)
