@@ -92,7 +92,7 @@ class Notebook:
             WorkloadError: none is attached.
         """
         for watch in (self.running.get(threading.get_ident()), self._begun()):
-            attached = [] if watch is None else [s for s in watch.sessions if session_of(s.workload.model) is s]
+            attached = [] if watch is None else [s for s in watch.models.sessions if session_of(s.workload.model) is s]
             if attached:
                 return attached
         models = (model() for model in self._last_models)
@@ -151,7 +151,7 @@ class Notebook:
     def nothing_applied(self) -> str:
         """Say that no plan is in force."""
         watch = self.running.get(threading.get_ident())
-        if watch is not None and not watch.sessions:
+        if watch is not None and not watch.models.sessions:
             return "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
         said, trains = "no plan is in force", "trains"
         if self._last_models and all(model() is None for model in self._last_models):
