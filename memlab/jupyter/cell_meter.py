@@ -46,7 +46,7 @@ class CellMeter:
         self.notes = self._new_notes()
 
     def on(self, device: torch.device, capacity_bytes: int | None) -> Device:
-        """Measure on a device, unless that is settled, which is to behave as one of so many bytes where they are given."""
+        """Return the device that is measured, the first that is asked for; with a capacity it behaves as one of that size."""
         if self._device is None:
             self._device = device_for(device, capacity_bytes)
             self._undo.callback(self._device.close)

@@ -75,7 +75,7 @@ class TakenModels:
         return (*self._past_events, *events_of(self.sessions, [taken.log_from for _, taken in self.present]))
 
     def take(self, session: Session, plan_before: Plan, of_first: Largest, *, is_fresh: bool) -> Taken:
-        """Add a model, with an observer of its batches where it comes first."""
+        """Add a model that trains; `of_first` notes the largest batch of the one in the first place."""
         place = next((i for i, each in enumerate(self.all) if each.model is None), len(self.all))
         largest = Largest() if place else of_first
         taken = Taken(session, session.workload.model, is_fresh, len(session.log), plan_before, largest)

@@ -1,4 +1,4 @@
-"""Finding models that a cell trains, by the calls it makes: `FirstCall` tells of a call, `ModelSearch` judges whether to take its model.
+"""Finding models that a cell trains, by the calls it makes: `FirstCall` tells of calls, `ModelSearch` says which models count.
 
 While a `FirstCall` is active, ``torch.nn.Module.__call__`` is replaced by a version that looks at outermost calls; hooks cannot serve
 here, since they come after ``forward`` has been looked up. Calls within a trace, a transform of `torch.func` or code
@@ -160,7 +160,7 @@ class FirstTrainingCall(FirstCall):
 class ModelSearch:
     """Looks at what a cell calls, until every model of a step has been seen, and has those that train taken.
 
-    Once a first model is taken, it is taken up again where an optimizer steps that updates none of those, or a model is made.
+    It looks again where an optimizer steps that updates none of them, or where a model is made.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ModelSearch:
         models: TakenModels,
         errors: CellErrors,
         undo: ExitStack,  # ends what watches the cell
-        take: Callable[[Workload], None],
+        take: Callable[[Workload], None],  # applies the plan to one, and measures it
         take_back: Callable[[], None],  # ends the sessions of those taken
         variables: Callable[[], Mapping[str, Any]],  # those of the notebook
     ) -> None:

@@ -102,7 +102,7 @@ class Control(Observer):
         self.views.draw()  # panels that are open already
 
     def training_begins(self, session: Session, meter: Meter, beside: Control | None = None) -> None:
-        """A cell trains the model until `steps.end`, perhaps beside that of another control, and a meter measures it."""
+        """Follow a cell that trains the model until `steps.end`, perhaps beside that of another control, by the meter that measures it."""
         if self.loop.playing is not None:
             self.loop.playing.cancel()
         self.follow(session)
