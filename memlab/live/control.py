@@ -61,14 +61,14 @@ class Control(Observer):
     """The live run of one model: to views a `memlab.live.source.Source`, to the model's sessions an observer."""
 
     def __init__(self, model: nn.Module, stage: Stage | None = None) -> None:
-        self.model = LiveModel(model, self._model_gone)  # with what is known of training it
+        self.model = LiveModel(model, self.follow, self._model_gone)  # with what is known of training it
         self.feed = Feed()  # what was measured
         self.views = Views(self.moment)
         self.loop = LiveLoop(self.model, self.views, stage or Stage(), _loop_of)
         self.predicting = Predicting(self.loop, self.feed)
-        self.steering = Steering(self.loop, self.feed, self.predicting, self._attached)
+        self.steering = Steering(self.loop, self.feed, self.predicting)
         self.steps = LiveSteps(self.loop, self.feed, self.steering)
-        self.own_run = OwnRun(self.loop, self.steps, self.steering, self.predicting, self._attached)
+        self.own_run = OwnRun(self.loop, self.steps, self.steering, self.predicting)
         self._numbers = count()  # of moments
 
     # -- what it follows -----------------------------------------------------------------------
@@ -86,11 +86,6 @@ class Control(Observer):
             self.loop.pending_changes.ask_plan(session.pending)
         if self.feed.meter is None and self.feed.step == 0:
             self.steps.title = f"memfit · {session.workload.describe()}"
-
-    def _attached(self) -> Session:
-        session = self.model.attached()
-        self.follow(session)
-        return session
 
     def begin(self, workload: Workload, capacity_bytes: int | None = None, budget_bytes: int | None = None) -> None:
         """Take a workload under control, with its batch where that is known: a session that only watches, unless it has one."""
@@ -232,7 +227,7 @@ class Control(Observer):
         if not self.loop.is_idle:
             yield  # it is measured already
             return
-        session = self._attached()
+        session = self.model.attached()
         with self.steps.measured(session) as meter, ExitStack() as undo:
             session.observers.add(self.steps)
             undo.callback(session.observers.remove, self.steps)

@@ -112,21 +112,13 @@ class LiveSteps(Observer):
 class OwnRun:
     """Training steps on the batch at hand, measured and rescued as those of a cell."""
 
-    def __init__(
-        self,
-        loop: LiveLoop,
-        steps: LiveSteps,
-        steering: Steering,
-        predicting: Predicting,
-        attached: Callable[[], Session],
-    ) -> None:
+    def __init__(self, loop: LiveLoop, steps: LiveSteps, steering: Steering, predicting: Predicting) -> None:
         # called when one has ended, with what was measured
         self.ended: Callable[[Moment], None] | None = None
         self._loop = loop
         self._steps = steps
         self._steering = steering
         self._predicting = predicting
-        self._attached = attached  # finds the session of the model, or makes it
 
     def begin(self, *, keep: bool) -> None:
         """Run steps until cancelled; unless they are kept, what they change is put back.
@@ -141,7 +133,7 @@ class OwnRun:
         if self._loop.playing is not None or Can.RUN not in self._loop.can():
             return
         self._predicting.stop()
-        steps = self._measured_steps(workload, self._attached(), keep=keep)
+        steps = self._measured_steps(workload, model.attached(), keep=keep)
         self._loop.playing = self._loop.stage.play(steps, self._ended)
 
     def _measured_steps(self, workload: Workload, session: Session, *, keep: bool) -> Iterator[float]:

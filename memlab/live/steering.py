@@ -16,12 +16,11 @@ from memlab.session import Session
 class Steering:
     """Changes of the plan of one model, and of the others that train in its loop."""
 
-    def __init__(self, loop: LiveLoop, feed: Feed, predicting: Predicting, attached: Callable[[], Session]) -> None:
+    def __init__(self, loop: LiveLoop, feed: Feed, predicting: Predicting) -> None:
         self._loop = loop
         self._changes = loop.pending_changes
         self._feed = feed
         self._predicting = predicting
-        self._attached = attached  # finds the session of the model, or makes it
         self._is_undo_waiting = False  # until no cell runs, or something else is asked for
 
     # -- asking: on any thread -----------------------------------------------------------------
@@ -93,7 +92,7 @@ class Steering:
         if self._changes.target != plan:
             return
         try:
-            session = self._loop.model.session or self._attached()
+            session = self._loop.model.session or self._loop.model.attached()
         except SessionError as error:
             self.refuse(plan, str(error))
             return
