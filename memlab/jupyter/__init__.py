@@ -10,7 +10,8 @@
   (`panel.mjs`, `panel.css`, `figure.mjs`), `saved_view`: what stands there without a kernel or widgets
 - `comms`: clicks reach the kernel while a cell runs; `main_thread`: what must not meet a cell is done when none runs
 - `freeing`: what a failed cell held is let go
-- `watch`: plan, session and meter for the duration of one cell; `cell_records`: what it puts on record
+- `watch`: plan, session and meter for the duration of one cell, of `first_call` (which models train), `cell_records` (the models, and
+  what is put on record of them) and `cell_meter` (who observes them)
 - `prediction`: what is predicted, chosen for a budget and found
 - `history`: what was measured, per model, across cells
 - `live`: the line that shows progress; `display`: receipts, and what `%memfit predict` returns, in every format a front end may want

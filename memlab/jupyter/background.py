@@ -258,23 +258,17 @@ class BackgroundWatch(CellWatch):
     def __init__(self, job: Job, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._job = job
-
-    def wait_for_model(self) -> None:
-        """Attach to the first model that this thread trains; other cells may train others."""
-        self._thread = threading.get_ident()
-        super().wait_for_model()
+        self.search.thread = threading.get_ident()  # steps of other threads are those of other cells
 
     def attach(self, workload: Workload, *, alone: bool = False) -> None:
         """Take the session over to this thread, apply the plan, and begin to observe."""
-        # steps of other threads are those of other cells
-        self._thread = threading.get_ident()
         # last of all: until then, what waits for a step boundary may still be applied on this thread
         self._undo.callback(_hand_over, workload.model, threading.main_thread())
         _hand_over(workload.model, threading.current_thread())
         super().attach(workload, alone=alone)
         session = session_of(workload.model)
         if session is not None:
-            self._job.trains(workload.model, next(iter(self._controls), None))
+            self._job.trains(workload.model, next(iter(self.controls), None))
             self._undo.callback(setattr, self._job, "control", None)
             # before anybody has begun a step
             session.observers.add(self._job, first=True)

@@ -143,13 +143,13 @@ class CellMagic:
                 del self._notebook.running[threading.get_ident()]
         with cells.beside("the receipt"):
             steps = self._keep(watch, outcome.error)
-            if steps and watch.session is not None:
+            if steps and watch.models.session is not None:
                 # whoever interrupted the cell does not wait for predictions
-                plans = watch.notes.plans if outcome.error is None else ()
-                self._predict(watch.session, watch.sessions, plans, options.budget_bytes, line)
+                plans = watch.measuring.notes.plans if outcome.error is None else ()
+                self._predict(watch.models.session, watch.models.sessions, plans, options.budget_bytes, line)
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
                 self._show_receipt(watch, steps)
-        refusal = watch.refused or cells.refusal_in(outcome.error)
+        refusal = watch.errors.refused or cells.refusal_in(outcome.error)
         if refusal is not None:
             with cells.beside("going back to the plan before"):
                 watch.give_up(refusal)
@@ -199,7 +199,7 @@ class CellMagic:
             history.say(prediction.budget_line(history, session.plan, budget_bytes))
         control = self._notebook.control_of(live.model)
         bring_up_to_date(control, history)
-        if control.is_watched:
+        if control.views.any_open:
             control.predict()
 
     def _find(self, watch: CellWatch, options: CellOptions, source: cells.CellSource) -> None:
@@ -209,7 +209,7 @@ class CellMagic:
         with cells.beside("the search for the model among the variables"):
             for stale in stale_optimizers(variables, source.python):
                 tell(stale)  # it trains nothing, which nobody notices in a long cell
-                watch.stale.is_silent = True
+                watch.search.stale.is_silent = True
             workloads = self._named_in(variables, options, source)
         for workload in workloads or (None,):
             self._notebook.background.require_other(workload.model if workload is not None else None)
@@ -221,7 +221,7 @@ class CellMagic:
                 watch.give_up(refusal)
             raise
         if not workloads:
-            watch.wait_for_model()
+            watch.search.begin()
 
     def _named_in(self, variables: dict[str, Any], options: CellOptions, source: cells.CellSource) -> list[Workload]:
         """Return what a cell's text says that it trains; nothing where that is only seen when it trains."""
@@ -237,23 +237,25 @@ class CellMagic:
         return workloads if is_sure else []
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
-        if watch.session is None:
+        if watch.models.session is None:
             return 0
-        first = watch.session
-        self._notebook.remember(*(each.workload for each in (first, *(s for s in watch.sessions if s is not first))))
+        first = watch.models.session
+        self._notebook.remember(
+            *(each.workload for each in (first, *(s for s in watch.models.sessions if s is not first)))
+        )
         return watch.keep(self._notebook.history_of, error)
 
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
-        if watch.failure:
-            tell(watch.failure)
-        if watch.session is None or (watch.refused is not None and not steps):
+        if watch.errors.failure:
+            tell(watch.errors.failure)
+        if watch.models.session is None or (watch.errors.refused is not None and not steps):
             return
         if steps:
-            receipt = self._notebook.histories[watch.session.workload.model].receipt()
+            receipt = self._notebook.histories[watch.models.session.workload.model].receipt()
             # a terminal shows no picture
             show(receipt, exclude=[] if is_rich(self._notebook.shell) else ["image/png"])
         else:
-            session, name = watch.session, watch.session.workload.name
+            session, name = watch.models.session, watch.models.session.workload.name
             said = f"so nothing was measured; {session.plan.label} is in force on {name}"
             none = (
                 f"{name} was not called in this cell"
@@ -280,20 +282,24 @@ class CellMagic:
         advice = ""
         if error is not None and is_out_of_memory(error):
             with cells.beside("the advice"):
-                batch = self._notebook.history_of(watch.session.workload.model).batch if watch.session else None
-                advice = out_of_memory_advice(error, watch.session, batch, keep)
+                batch = (
+                    self._notebook.history_of(watch.models.session.workload.model).batch
+                    if watch.models.session
+                    else None
+                )
+                advice = out_of_memory_advice(error, watch.models.session, batch, keep)
                 outcome.traceback = own_frames(self._notebook.shell, error) or outcome.traceback
         place.raise_shown(self._notebook.shell, outcome, advice)
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
-        if watch.refused is not None and not isinstance(watch.refused, NothingFitsError):
+        if watch.errors.refused is not None and not isinstance(watch.errors.refused, NothingFitsError):
             # somebody between here and there has caught the error; who handles one for lack of memory means to go on
-            raise UsageError(str(watch.refused))
-        if watch.session is not None or watch.failure:
+            raise UsageError(str(watch.errors.refused))
+        if watch.models.session is not None or watch.errors.failure:
             return
-        why = _PASSED_OVER.format(watch.passed_over) if watch.passed_over else _NO_MODEL
-        if watch.evaluated:
-            why = _IN_EVAL_MODE.format(watch.evaluated)
+        why = _PASSED_OVER.format(watch.search.passed_over) if watch.search.passed_over else _NO_MODEL
+        if watch.search.evaluated:
+            why = _IN_EVAL_MODE.format(watch.search.evaluated)
         if options.plan is not None:
             raise UsageError(f"{why}; {options.plan.label} was not applied")
         tell(why)

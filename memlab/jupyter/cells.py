@@ -27,8 +27,9 @@ import sys
 import tokenize
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -135,6 +136,28 @@ def beside(what: str, say: Callable[[str], None] = tell) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is
         say(f"{what} failed in memlab itself ({first_line(error)}); the cell is not affected")
+
+
+class CellErrors:
+    """What memlab has refused in a cell, and what of its own has failed there."""
+
+    def __init__(self, *, needs_plan: bool) -> None:
+        self.needs_plan = needs_plan  # whether the cell asked for a plan, and must not train without it
+        # what memlab has refused in the middle of the cell, last; None for nothing
+        self.refused: MemlabError | None = None
+        self.failure = ""  # what of memlab's own failed, in words; empty for nothing
+
+    def broke_off(self, error: BaseException | None) -> None:
+        """Note what ends the cell, where memlab has refused it; None once that turns out to end nothing."""
+        if error is None:
+            self.refused = None
+        elif isinstance(error, MemlabError):
+            error.in_loop = True
+            self.refused = error
+
+    def beside(self, what: str, *, is_needed: bool = False) -> AbstractContextManager[None]:
+        """Note where memlab itself fails, and let the cell go on without it; raise what fails where the cell needs it."""
+        return nullcontext() if is_needed else beside(what, partial(setattr, self, "failure"))
 
 
 def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:

@@ -1,6 +1,6 @@
-"""Finding models that are made inside a cell, by the calls the cell makes.
+"""Finding models that a cell trains, by the calls it makes: `FirstCall` tells of calls, `ModelSearch` says which models count.
 
-While active, ``torch.nn.Module.__call__`` is replaced by a version that looks at outermost calls; hooks cannot serve
+While a `FirstCall` is active, ``torch.nn.Module.__call__`` is replaced by a version that looks at outermost calls; hooks cannot serve
 here, since they come after ``forward`` has been looked up. Calls within a trace, a transform of `torch.func` or code
 that is being compiled are left alone.
 """
@@ -10,17 +10,40 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
+from memlab.errors import MemlabError
+from memlab.jupyter.cell_observers import StaleOptimizers
+from memlab.jupyter.cell_records import TakenModels
+from memlab.jupyter.cells import CellErrors
 from memlab.runtime.buckets import is_separable
+from memlab.runtime.hooks import calls_under_way
 from memlab.runtime.optimizer_step import standin
-from memlab.runtime.ownership import is_made, steps_some_of, unwrap_optimizer
+from memlab.runtime.own_steps import is_own_step
+from memlab.runtime.ownership import (
+    is_made,
+    live_optimizers,
+    optimizers_of,
+    steps_others,
+    steps_some_of,
+    unwrap_model,
+    unwrap_optimizer,
+)
+from memlab.runtime.workload import Workload
+from memlab.session import session_of
+
+# a loop that accumulates by hand calls its model several times before the first step; after so many, no other is expected
+_MOST_CALLS_OF_A_STEP = 64
+# a loop that makes a layer in every step makes no model each time
+_MOST_LOOKS = 64
 
 
 class FirstCall:
@@ -132,6 +155,174 @@ class FirstTrainingCall(FirstCall):
         else:
             rest[0] = evaluated
         return (acting, *rest), named
+
+
+class ModelSearch:
+    """Looks at what a cell calls, until every model of a step has been seen, and has those that train taken.
+
+    It looks again where an optimizer steps that updates none of them, or where a model is made.
+    """
+
+    def __init__(
+        self,
+        models: TakenModels,
+        errors: CellErrors,
+        undo: ExitStack,  # ends what watches the cell
+        take: Callable[[Workload], None],  # applies the plan to one, and measures it
+        take_back: Callable[[], None],  # ends the sessions of those taken
+        variables: Callable[[], Mapping[str, Any]],  # those of the notebook
+    ) -> None:
+        self.thread: int | None = None  # whose training counts; None for any
+        self.passed_over = ""  # class of a model that was called and that no optimizer trains; empty for none
+        self.has_trained_uncalled = False  # whether a model was updated before it was called
+        self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
+        self._models = models
+        self._errors = errors
+        self._undo = undo
+        self._take = take
+        self._take_back = take_back
+        self._looking: FirstTrainingCall | None = None
+        # how often a model was called while models were looked for
+        self._calls: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
+        self._put_off: MemlabError | None = None
+        # optimizers that were there before, and those that have stepped
+        self._known: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
+        self._looked_at: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
+        self._looks_left = _MOST_LOOKS
+        self._missed: weakref.ref[torch.optim.Optimizer] | None = None  # the one whose model is looked for
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no further model is expected, for now."""
+        return self._looking is None
+
+    @property
+    def evaluated(self) -> str:
+        """Return the class of a model that the cell has trained in eval mode, where none was found; empty for none."""
+        return self._looking.evaluated if self._looking is not None else ""
+
+    def begin(self) -> None:
+        """Look for the models that the cell trains."""
+        with self._errors.beside("looking for models", is_needed=self._errors.needs_plan):
+            for one in live_optimizers():
+                self._known[one] = None
+            self._look_from_the_first()
+
+    def _look_from_the_first(self) -> None:
+        self._undo.callback(register_optimizer_step_pre_hook(self._refuse_put_off).remove)
+        self._look()
+
+    def _look(self, *, expects_closures: bool = True) -> None:
+        if self._looking is None:
+            looking = FirstTrainingCall(self._found, self.thread, expects_closures=expects_closures)
+            self._looking = self._undo.enter_context(looking)
+
+    # -- when to look again --------------------------------------------------------------------
+
+    def expect_more(self) -> None:
+        """Look again at what is called, where there is a sign of a further model."""
+        self._undo.callback(register_module_parameter_registration_hook(self._made).remove)
+        self._undo.callback(register_optimizer_step_pre_hook(self._stepped).remove)
+
+    @property
+    def _is_of_loop(self) -> bool:
+        """Return whether what goes on now is of the cell's loop: of a thread that counts, and no step of a measurement."""
+        return self.thread in (None, threading.get_ident()) and not is_own_step()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Look for a further model when an optimizer steps that updates none of those found."""
+        if self._errors.failure or not self._is_of_loop:
+            return
+        workloads = [each.workload for each in self._models.sessions]
+        with self._errors.beside("looking for stale optimizers"):
+            self.stale.stepped(optimizer, workloads)
+        if optimizer in self._looked_at:
+            return
+        with self._errors.beside("looking for further models"):
+            self._looked_at[optimizer] = None
+            if not any(steps_some_of(optimizer, each.model) for each in workloads):
+                # hooks of steps are being run: none can join them
+                self._missed = weakref.ref(optimizer)
+                self._calls.clear()
+                self._look(expects_closures=False)
+
+    def _made(self, _module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        """Look for a further model when one is made, so that the plan is on it in its first step."""
+        can_look = self._looking is None and self._looks_left > 0 and not self._errors.failure
+        if can_look and self._is_of_loop and not calls_under_way():
+            with self._errors.beside("looking for further models"):
+                self._looks_left -= 1
+                self._calls.clear()
+                self._look()
+
+    # -- what is called ------------------------------------------------------------------------
+
+    def _found(self, model: nn.Module) -> bool:
+        """Take a model that is called; True when there is no other one to expect."""
+        if is_own_step():
+            return False
+        is_over = True
+        try:
+            with self._errors.beside("taking up a model", is_needed=self._errors.needs_plan):
+                is_over = self._takes(unwrap_model(model))
+        except MemlabError as refusal:
+            if not self._models.sessions and any(steps_others(one, model) for one in optimizers_of(model)):
+                self._put_off = refusal  # of a part, where the whole may still be called
+                return False
+            self._errors.broke_off(refusal)
+            raise
+        self._put_off = None if self._models.sessions else self._put_off
+        return is_over
+
+    def _refuse_put_off(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Refuse at the step what the plan does not apply to, where nothing else was called before it."""
+        if self._put_off is None or not self._is_of_loop:
+            return
+        refusal, self._put_off = self._put_off, None
+        self._errors.broke_off(refusal)
+        raise refusal
+
+    def _takes(self, called: nn.Module) -> bool:
+        calls = self._calls[called] = self._calls.get(called, 0) + 1
+        holder = next((each for each in self._models.sessions if _holds(each.workload.model, called)), None)
+        if holder is not None:
+            has_all = holder.steps > 0 and self._missed is None
+            is_over = holder.workload.model is called and (has_all or calls > _MOST_CALLS_OF_A_STEP)
+            if is_over:
+                self._looking = None
+                if len(self._models.all) > 1:
+                    self._models.let_go_of_dropped()  # the graph of a loss may have kept one until now
+            return is_over
+        optimizers = optimizers_of(called)
+        self._models.let_go_of_dropped()
+        if self._models.sessions and all(
+            taken.is_fresh and not each.steps and _holds(called, each.workload.model)
+            for each, taken in self._models.present
+        ):
+            self._begin_again()
+        has_made_optimizers = any(one not in self._known for one in live_optimizers())
+        if not optimizers and (self._models.sessions or (calls == 1 and has_made_optimizers)):
+            # a teacher or a loss with weights, unless it is called again and nothing else trains
+            self.passed_over = type(called).__name__
+            return False
+        session = session_of(called)
+        if self._missed is not None and self._missed() in optimizers:
+            self._missed = None
+        workload = session.workload if session is not None else Workload(called, optimizers)
+        if self._looking is not None:
+            self.has_trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
+        self._take(workload)
+        return bool(self._errors.failure)
+
+    def _begin_again(self) -> None:
+        """Let go of what turns out to be parts of one model, which its making or a first look had called by themselves."""
+        self._take_back()
+        self._looking = self._put_off = None
+        self._look_from_the_first()
+
+
+def _holds(model: nn.Module, module: nn.Module) -> bool:
+    return any(part is module for part in model.modules())
 
 
 def _is_transformed() -> bool:

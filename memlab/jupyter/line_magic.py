@@ -220,7 +220,7 @@ class LineMagic:
         if undone and not everywhere:
             undone = self._notebook.together()
         running = self._notebook.running.get(threading.get_ident())
-        measured = running.sessions if running is not None else []
+        measured = running.models.sessions if running is not None else []
         for session in undone:
             model = session.workload.model
             if session in measured:  # by the cell that this line stands in, which is measured to its end

@@ -92,7 +92,7 @@ class Notebook:
             WorkloadError: none is attached.
         """
         for watch in (self.running.get(threading.get_ident()), self._begun()):
-            attached = [] if watch is None else [s for s in watch.sessions if session_of(s.workload.model) is s]
+            attached = [] if watch is None else [s for s in watch.models.sessions if session_of(s.workload.model) is s]
             if attached:
                 return attached
         models = (model() for model in self._last_models)
@@ -112,9 +112,9 @@ class Notebook:
     def control_of(self, model: nn.Module) -> Control:
         """Return what steers and follows a model's run: one for all its cells and panels."""
         control = control_of(model)
-        if control.run_ended is None:
-            control.run_ended = partial(self.keep_run, weakref.ref(model))
-            control.is_taken = lambda: self.background.running
+        if control.own_run.ended is None:
+            control.own_run.ended = partial(self.keep_run, weakref.ref(model))
+            control.loop.is_taken = lambda: self.background.running
         return control
 
     def control(self) -> Control | None:
@@ -151,7 +151,7 @@ class Notebook:
     def nothing_applied(self) -> str:
         """Say that no plan is in force."""
         watch = self.running.get(threading.get_ident())
-        if watch is not None and not watch.sessions:
+        if watch is not None and not watch.models.sessions:
             return "this cell has not trained a model yet, so no plan is in force; put the flags on its %%memfit line"
         said, trains = "no plan is in force", "trains"
         if self._last_models and all(model() is None for model in self._last_models):

@@ -243,7 +243,7 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
 def open_live(opened: Panels, shell: Shell, control: Control) -> Panel | None:
     """Make a panel on the live run of a model, and predict what its settings would give."""
     if is_rich(shell):
-        control.stage = MainThread(shell)
+        control.loop.stage = MainThread(shell)
     made = opened.open(shell, control)
     if made is not None and control.model.batch is not None:
         control.predict()

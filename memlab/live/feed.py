@@ -1,4 +1,4 @@
-"""`Feed`: what a meter measures, gathered for views: steps, changes of the plan, settings tried. Bounded, whatever the run.
+"""`Feed`: what a meter measures, gathered for views: steps, changes of the plan, settings tried, events. Bounded, whatever the run.
 
 `Track` keeps any number of steps as a bounded number of points:
 
@@ -23,15 +23,16 @@ from memlab.records.comparison import baseline_first, timed_anew
 from memlab.records.live_state import Change, LivePoint
 
 _MOST_CHANGES = 100
+_MOST_EVENTS = 20
 _MOST_SETTINGS = 40
 
 
 class Feed:
     """Steps and settings of one model, over any number of cells."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.step = 0  # number of the newest step
-        self._say = say
+        self.events: deque[str] = deque(maxlen=_MOST_EVENTS)  # what has happened, in words, the last twenty
         self._of_old: dict[str, Measurement] = {}  # settings tried before the meter that is followed
         # settings tried, by label, in the order in which they were first tried
         self.measurements: dict[str, Measurement] = {}
@@ -119,7 +120,7 @@ class Feed:
         if old is not None and measured.is_settled and measured.plan == next(iter(self.measurements)):
             del self._of_old[measured.plan]
             if said := timed_anew(old, measured)[1]:
-                self._say(said)
+                self.events.append(said)
 
     def _is_higher(self, record: StepRecord) -> bool:
         """Return whether a step needed more than what its plan is known to need, as the first ones do."""

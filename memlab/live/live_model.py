@@ -30,7 +30,7 @@ NEEDS_LOSS = (
 class LiveModel:
     """A model, its session and its optimizers, none of them kept alive."""
 
-    def __init__(self, model: nn.Module, gone: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, listen: Callable[[Session], None], gone: Callable[[], None]) -> None:
         self.name = type(model).__name__  # of the model, as the notebook or its class has it
         # what the model is called with, to measure and to predict with; None where it is not known yet
         self.batch: Any = None
@@ -38,6 +38,7 @@ class LiveModel:
         # called as ``loss_fn(output, target)``; None when the model returns its own loss
         self.loss_fn: Callable[..., torch.Tensor] | None = None
         self.returns_loss: bool | None = None  # whether its newest call did; None before
+        self._listen = listen  # called with a session that is found or made
         self._gone = gone  # called by whatever thread collects the model
         self._model = weakref.ref(model, self._forget)
         self._session: weakref.ref[Session] | None = None
@@ -81,18 +82,20 @@ class LiveModel:
         self._optimizers.append(weakref.ref(optimizer))
 
     def attached(self) -> Session:
-        """A session on the model, made if there is none.
+        """A session on the model, made if there is none; it is listened to from now on.
 
         Raises:
             SessionError: the model was wrapped since, and trains as a part of another, which has a session.
         """
         model = self._alive()
-        if (session := session_of(model)) is not None:
-            return session
-        around = next((each.workload for each in sessions() if is_nested(model, each.workload.model)), None)
-        if around is not None:
-            raise SessionError(f"{self.name} is trained as a part of {around.name}: ask its panel (%memfit panel)")
-        return fit(Workload(model, self._live_optimizers(), name=self.name).held_weakly())
+        session = session_of(model)
+        if session is None:
+            around = next((each.workload for each in sessions() if is_nested(model, each.workload.model)), None)
+            if around is not None:
+                raise SessionError(f"{self.name} is trained as a part of {around.name}: ask its panel (%memfit panel)")
+            session = fit(Workload(model, self._live_optimizers(), name=self.name).held_weakly())
+        self._listen(session)
+        return session
 
     def workload(self) -> Workload:
         """The live objects with the batch at hand."""

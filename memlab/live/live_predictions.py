@@ -1,14 +1,18 @@
-"""Predictions for the settings of a live run: made a plan at a time (`LivePredictions`), and told as effects of single settings."""
+"""Predictions for the settings of a live run: made a plan at a time (`LivePredictions`), while nothing trains (`Predicting`), and told as effects of single settings."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memlab.errors import MemlabError, PlanError
+from memlab.errors import MemlabError, PlanError, TraceError
+from memlab.live.feed import Feed
+from memlab.live.live_loop import LiveLoop
+from memlab.live.source import Can
+from memlab.live.stage import Playing
 from memlab.measuring.runs import rows_of
 from memlab.plan import FIELDS, Plan, PlanField
 from memlab.plan.fields import BY_NAME
@@ -20,6 +24,9 @@ from memlab.runtime.workload import Workload
 from memlab.search.finding import considered
 from memlab.session.tape import tape_of
 from memlab.units import format_bytes, format_change, format_difference
+
+# between the end of a cell and predictions: where many cells run one after another, each would wait for one
+_QUIET_SECONDS = 0.5
 
 
 class LivePredictions:
@@ -93,6 +100,70 @@ def is_of_such_batches(measured: Measurement, workload: Workload) -> bool:
     """Return whether every step had as many tokens as the batch, or a multiple: texts of other lengths need other memory."""
     tokens = workload.batch.tokens if isinstance(workload.batch, Batch) else 0
     return not tokens or measured.tokens_per_step % tokens == 0
+
+
+class Predicting:
+    """Makes predictions of one model's settings while nothing trains, and stops where steps are to be made."""
+
+    def __init__(self, loop: LiveLoop, feed: Feed) -> None:
+        self.known = LivePredictions()
+        self.budget_bytes: int | None = None  # what a plan that is found must fit
+        self.doing = ""  # what is predicted just now, in words
+        self._loop = loop
+        self._feed = feed
+        self._playing: Playing | None = None
+        self._is_possible = True
+
+    def go_on(self) -> None:
+        """Predict what is not predicted yet, where somebody looks and it can be done."""
+        if self._loop.views.any_open and self._loop.model.batch is not None and self._is_possible:
+            self.predict()
+
+    def predict(self) -> None:
+        """Predict what each setting would change, as soon as no cell runs."""
+        self._loop.when_idle(self._predict)
+
+    def find(self, found: Callable[[Plan], None]) -> None:
+        """Find the fastest plan that is predicted to fit the budget; what is not predicted yet is predicted first."""
+        self._loop.views.errors.clear()
+        self._loop.when_idle(lambda: self._predict(found))
+
+    def stop(self) -> None:
+        playing, self._playing = self._playing, None
+        if playing is not None:
+            playing.cancel()
+
+    def _predict(self, found: Callable[[Plan], None] | None = None) -> None:
+        self._loop.model.workload()  # says what is missing
+        if Can.PREDICT not in self._loop.can():
+            return
+        self.stop()
+        after_seconds = _QUIET_SECONDS if found is None else 0.0
+        self._playing = self._loop.stage.play(self._predicted(found), self._ended, after_seconds)
+
+    def _predicted(self, found: Callable[[Plan], None] | None) -> Iterator[None]:
+        workload, plan = self._loop.model.workload(), self._loop.pending_changes.plan
+        measured = calibration(self._feed.measurements.values(), workload)
+        for doing in self.known.plan_by_plan(workload, plan, measured, every=found is not None):
+            self.doing = doing
+            if self._loop.views.are_figures_due():
+                self._loop.views.draw(figures=False)
+            yield
+        if found is None:
+            return
+        if self.budget_bytes is None:
+            raise MemlabError("find a plan: set a budget first")
+        found(self.known.fastest_within(self.budget_bytes))
+
+    def _ended(self, error: BaseException | None) -> None:
+        was_stopped, self._playing, self.doing = self._playing is None, None, ""
+        if error is not None:
+            self._is_possible = not isinstance(error, TraceError)
+            self._loop.views.report(error)
+        elif not was_stopped and not self.known.is_complete:
+            # a cell came in between: the rest is predicted when it has ended
+            self.predict()
+        self._loop.views.draw()
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Replay:
         self._last_tick: float | None = None
         self._budget_bytes = record.budget_bytes
         self._refused: dict[str, tuple[str, str]] = {}  # by field: what was asked for, and why it is not to be had
-        self._views = Views()
+        self._views = Views(self.moment)
         self._lock = threading.RLock()
 
     @property
@@ -129,7 +129,7 @@ class Replay:
             if is_over:
                 self._end()
         if self._shown != before or is_over:
-            self._draw()
+            self._views.draw()
         return not is_over
 
     # -- what views ask ------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Replay:
         if plan is not None:
             self.ask_plan(plan)
         else:
-            self._draw()
+            self._views.draw()
 
     def ask_plan(self, plan: Plan) -> None:
         """Go to where the recording has a whole plan; refused where it has not."""
@@ -155,11 +155,11 @@ class Replay:
             if not _is(self._label, plan) and not self._go_to(plan):
                 for name in plan.changes(before):
                     self._refuse(name, BY_NAME[name].text(getattr(plan, name)), self._not_recorded(plan))
-        self._draw()
+        self._views.draw()
 
     def set_budget(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
-        self._draw()
+        self._views.draw()
 
     def run(self, *, keep: bool) -> None:
         """Play the recording from its first step; nothing is trained, so nothing is kept or put back."""
@@ -169,7 +169,7 @@ class Replay:
             else:
                 self._go_on_from(0)
                 self._activity = Activity.REPLAYING
-        self._draw()
+        self._views.draw()
 
     def pause(self) -> None:
         self._change(Activity.REPLAYING, Activity.PAUSED)
@@ -182,7 +182,7 @@ class Replay:
         """Go to the end."""
         with self._lock:
             self._end()
-        self._draw()
+        self._views.draw()
 
     def predict(self) -> None:
         """Refused: a recording has no model."""
@@ -325,14 +325,11 @@ class Replay:
             if self._activity is not before:
                 return
             self._activity = after
-        self._draw()
+        self._views.draw()
 
     def _tell(self, words: str) -> None:
         self._views.say(words)
-        self._draw()
-
-    def _draw(self) -> None:
-        self._views.draw(self.moment, figures=True)
+        self._views.draw()
 
 
 # -- the recording -----------------------------------------------------------------------------

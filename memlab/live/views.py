@@ -31,7 +31,8 @@ class _View:
 class Views:
     """Views of one run. Methods are held weakly: a view that is dropped is drawn no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, moment: Callable[[], Moment]) -> None:
+        self.moment = moment  # returns what is drawn
         self.frame = 0  # grows with every drawing that has new figures
         self.errors: deque[str] = deque(maxlen=_MOST_ERRORS)  # of views and callbacks, newest last, in words
         self._views: list[_View] = []
@@ -58,25 +59,25 @@ class Views:
         now = monotonic()
         return [drawn for view in self._views if now >= view.from_seconds and (drawn := view.drawn()) is not None]
 
-    def draw(self, moment: Callable[[], Moment], *, figures: bool) -> None:
+    def draw(self, *, figures: bool = True) -> None:
         self._views = [view for view in self._views if view.drawn() is not None]
         due = self.due()
         if not due:
             return
         self.frame += figures
-        shown = moment()
+        shown = self.moment()
         for drawn in due:
             try:
                 drawn(shown)
             except Exception as error:  # noqa: BLE001 - training must not fail for the sake of a picture
                 self.report(error)
 
-    def draw_when_due(self, moment: Callable[[], Moment]) -> None:
+    def draw_when_due(self) -> None:
         """Draw what it is time for; costs next to nothing where that is nothing."""
         for figures, pace in self._paces.items():
             if pace.is_due():
                 began = perf_counter()
-                self.draw(moment, figures=figures)
+                self.draw(figures=figures)
                 pace.spent(perf_counter() - began)
 
     def are_figures_due(self) -> bool:

@@ -14,14 +14,14 @@ _SHARE = 0.01
 # sums up what showing costs: whatever happens on the training thread once a step has ended
 _WATCHED = """
 control, shown = panel._source, [0.0, 0]
-plain = control.stepped
+plain = control.steps.stepped
 def stepped():
     began = time.perf_counter()
     frame = control.views.frame
     plain()
     shown[0] += time.perf_counter() - began
     shown[1] += control.views.frame - frame
-control.stepped = stepped
+control.steps.stepped = stepped
 """
 
 

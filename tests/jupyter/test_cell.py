@@ -489,7 +489,7 @@ class TestMemlabItselfFails:
                 "the cell is not affected",
             ),
             (
-                "memlab.jupyter.watch.meter_of",
+                "memlab.jupyter.cell_meter.meter_of",
                 "memfit: watching this cell failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
             ),
             (
@@ -497,7 +497,7 @@ class TestMemlabItselfFails:
                 "memfit: the receipt failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
             ),
             (
-                "memlab.jupyter.watch.Meter.measurement",
+                "memlab.jupyter.cell_meter.Meter.measurement",
                 "memfit: the receipt failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
             ),
         ],
@@ -511,16 +511,16 @@ class TestMemlabItselfFails:
     @pytest.mark.parametrize(
         ("where", "what"),
         [
-            ("Workload", "taking up a model"),
-            ("live_optimizers", "looking for models"),
-            ("_session_for", "taking up a model"),
+            ("first_call.Workload", "taking up a model"),
+            ("first_call.live_optimizers", "looking for models"),
+            ("watch._session_for", "taking up a model"),
         ],
     )
     def test_a_cell_that_makes_its_model_trains(
         self, shell: Any, cell: Cell, monkeypatch: pytest.MonkeyPatch, where: str, what: str
     ) -> None:
         before = torch.nn.Module.__call__
-        monkeypatch.setattr(f"memlab.jupyter.watch.{where}", _fail)
+        monkeypatch.setattr(f"memlab.jupyter.{where}", _fail)
         ran = cell(f"%%memfit\n{MAKE}\n{TRAIN}")
         said = f"memfit: {what} failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected"
         self._trained_all_the_same(shell, ran, said)
@@ -529,21 +529,21 @@ class TestMemlabItselfFails:
     def test_an_optimizer_that_cannot_be_looked_at(
         self, shell: Any, made: Cell, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("memlab.jupyter.watch.steps_some_of", _fail)
+        monkeypatch.setattr("memlab.jupyter.first_call.steps_some_of", _fail)
         ran = made(f"%%memfit\nother = torch.optim.SGD([torch.zeros(1, requires_grad=True)])\nother.step()\n{TRAIN}")
         self._trained_all_the_same(shell, ran, "memfit: looking for further models failed in memlab itself")
         assert "as written" in ran.out
 
     def test_an_error_of_the_cells_stays_the_cells(self, made: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("memlab.jupyter.watch.events_of", _fail)
+        monkeypatch.setattr("memlab.jupyter.cell_records.events_of", _fail)
         ran = made(f"%%memfit\n{TRAIN}\n1 / 0")
         assert isinstance(ran.error, ZeroDivisionError)
 
-    @pytest.mark.parametrize("where", ["_session_for", "live_optimizers"])
+    @pytest.mark.parametrize("where", ["watch._session_for", "first_call.live_optimizers"])
     def test_a_plan_that_was_asked_for_is_not_left_out(
         self, shell: Any, cell: Cell, monkeypatch: pytest.MonkeyPatch, where: str
     ) -> None:
-        monkeypatch.setattr(f"memlab.jupyter.watch.{where}", _fail)
+        monkeypatch.setattr(f"memlab.jupyter.{where}", _fail)
         assert isinstance(cell(f"%%memfit --checkpoint\n{MAKE}\n{TRAIN}").error, KeyError)
         optimizer = shell.user_ns.get("optimizer")
         assert optimizer is None or optimizer.state == {}

@@ -276,14 +276,14 @@ def test_progress_begins_after_two_seconds_with_a_picture(monkeypatch: pytest.Mo
     monkeypatch.setattr(views, "monotonic", lambda: now)
     line = _Line()
     progress = Progress(line)
-    shown = Views()
-    shown.watch(progress.draw, Progress.AFTER_SECONDS)
     point = LivePoint(20, "--accumulate 4", 0.1, 80.0, 2**20, {"parameters": 2**19})
     moment = Moment("gpt2", Activity.TRAINING, 20, Plan.parse("--accumulate 4"), None, (), (point,))
+    shown = Views(lambda: replace(moment, frame=shown.frame))
+    shown.watch(progress.draw, Progress.AFTER_SECONDS)
     for frame in range(1, 41):
         now = 100.0 + frame / 10
-        shown.draw(lambda frame=frame: replace(moment, frame=frame), figures=True)
-        shown.draw(lambda frame=frame: replace(moment, frame=frame), figures=False)  # settings changed, no new figures
+        shown.draw()
+        shown.draw(figures=False)  # settings changed, no new figures
     assert len(line.texts) == 21
     assert line.texts[0] == (
         "memfit · --accumulate 4 · step 20 · 100.0 ms a step · 80.0 samples/s · peak allocated 1.0 MiB"

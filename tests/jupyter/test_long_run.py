@@ -79,8 +79,8 @@ def control() -> Iterator[Control]:
 def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
     clock, meter = Clock(), Recorded()
     panel = Panel(control)
-    assert control.session is not None
-    control._watch(control.session, meter, control.moment().activity)  # type: ignore[arg-type]
+    assert control.model.session is not None
+    control.steps.begin(control.model.session, meter, control.moment().activity)  # type: ignore[arg-type]
     control.views.begin_anew(clock)
     frames, objects, sizes = [], [], []
     for step in range(1, round(HOURS * 3600 / STEP_SECONDS) + 1):
@@ -90,7 +90,7 @@ def test_two_hours_before_a_panel_stay_bounded(control: Control) -> None:
             meter.plan = PLANS[step // 150 % len(PLANS)]
             control.plan_changed(Plan.parse(meter.plan if meter.plan != PLANS[0] else ""))
         frame = control.views.frame
-        control.stepped()
+        control.steps.stepped()
         if control.views.frame > frame:
             frames.append(clock.now)
         if step % 600 == 0:

@@ -143,7 +143,7 @@ def test_a_session(seed: int, cell: Cell, shell: Any, clean: None) -> None:
     assert cell(make).error is None
     control = control_of(names["model"])
     control.begin(Workload(names["model"], names["optimizer"]))
-    control.stage = Playing()
+    control.loop.stage = Playing()
     panel = Panel(control)
     clicks = Clicks(panel, control, drawn)
     names["click"] = clicks.at

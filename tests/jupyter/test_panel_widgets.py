@@ -47,8 +47,8 @@ def control() -> Iterator[Control]:
     made.begin(Workload(model, optimizer, (torch.randn(8, 16), torch.randn(8, 1)), mse_loss))
     made.keepalive = (model, optimizer)  # type: ignore[attr-defined] # a notebook's variables
     yield made
-    if made.session is not None:
-        made.session.undo()
+    if made.model.session is not None:
+        made.model.session.undo()
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def open_widgets() -> list[str]:
 
 
 def session_of(control: Control) -> Session:
-    assert control.session is not None
-    return control.session
+    assert control.model.session is not None
+    return control.model.session
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_refusal_puts_the_box_back_and_says_why(hand: Hand) -> None:
 
 def test_settings_of_a_magic_are_shown_even_where_no_choice_stands_for_them(hand: Hand, control: Control) -> None:
     session_of(control).switch("--accumulate 3")
-    control.draw()
+    control.views.draw()
     assert hand.setting("accumulation")["on"]
     assert hand.setting("accumulation")["choice"] == "3"
     assert ["3", "3"] in hand.setting("accumulation")["choices"]
@@ -125,7 +125,7 @@ def test_two_panels_on_one_model_show_one_state(hand: Hand, control: Control) ->
 
 
 def test_a_click_from_another_thread_is_asked_for_as_well(hand: Hand, control: Control) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     clicking = threading.Thread(target=hand.flip, args=("accumulation",))
     clicking.start()
     clicking.join()
@@ -142,7 +142,7 @@ def test_a_moment_that_another_thread_draws_late_does_not_come_back(panel: Panel
 
 
 def test_a_view_hears_which_of_its_messages_are_dealt_with(hand: Hand, control: Control) -> None:
-    control.stage = Later()
+    control.loop.stage = Later()
     hand.send("flip", field="accumulation", on=True, view="a", number=2)
     hand.send("hello", view="b", number=1)
     assert hand.shown["heard"] == {"a": 2, "b": 1}
@@ -183,7 +183,7 @@ def test_an_error_in_a_callback_is_shown(hand: Hand, control: Control, monkeypat
 def test_effects_appear_once_they_are_predicted(hand: Hand, control: Control) -> None:
     assert hand.setting("accumulation")["effect"] == ""
     control.predict()
-    control.stage.play_out()  # type: ignore[attr-defined]
+    control.loop.stage.play_out()  # type: ignore[attr-defined]
     assert "% speed" in hand.setting("accumulation")["effect"]
     assert hand.setting("loss")["effect"] == "does not apply"
     assert "Sequential has no linear layer" in hand.setting("loss")["why"]
@@ -195,7 +195,7 @@ def test_buttons_follow_what_can_be_asked_for(panel: Panel, hand: Hand, control:
 
     assert can_press() == (True, False, False)
     hand.press("run")
-    played = control.stage.played[-1]  # type: ignore[attr-defined]
+    played = control.loop.stage.played[-1]  # type: ignore[attr-defined]
     assert played.advance()
     assert can_press() == (False, True, True)
     hand.press("pause")
@@ -215,7 +215,7 @@ def test_what_a_run_of_its_own_trains_is_kept_where_that_is_asked_for(hand: Hand
     before = [parameter.detach().clone() for parameter in model.parameters()]
     hand.send("keep", on=keep)
     hand.press("run")
-    assert control.stage.played[-1].advance()  # type: ignore[attr-defined]
+    assert control.loop.stage.played[-1].advance()  # type: ignore[attr-defined]
     hand.press("cancel")
     assert all(map(torch.equal, before, model.parameters())) is not keep
 
@@ -235,7 +235,7 @@ def test_before_any_batch_nothing_can_be_run_and_the_button_says_why() -> None:
 def test_the_budget_follows_the_slider(hand: Hand, control: Control) -> None:
     assert hand.shown["budget"] == {"known": False, "position": 200, "text": "known after the first step"}
     hand.press("run")
-    control.stage.played[-1].advance()  # type: ignore[attr-defined]
+    control.loop.stage.played[-1].advance()  # type: ignore[attr-defined]
     hand.press("cancel")
     assert hand.shown["budget"] == {"known": True, "position": 200, "text": "none"}
     peak = max(each.peak_allocated_bytes for each in control.moment().measurements)
@@ -266,7 +266,7 @@ def test_the_plan_is_copied_as_code(panel: Panel, hand: Hand, monkeypatch: pytes
 def test_undo_all_gives_the_model_back(hand: Hand, control: Control) -> None:
     hand.flip("accumulation")
     hand.press("undo")
-    assert control.session is None
+    assert control.model.session is None
     assert not hand.setting("accumulation")["on"]
 
 
@@ -298,7 +298,7 @@ def test_a_closed_panel_is_let_go(control: Control) -> None:
     del panel
     gc.collect()
     assert [ref() for ref in (*panels, *widgets)] == [None] * 10
-    assert not control.is_watched
+    assert not control.views.any_open
 
 
 def test_as_text_every_setting_comes_with_its_magic(control: Control) -> None:

@@ -52,7 +52,7 @@ def control(made: Cell, shell: Any) -> Control:
     names = shell.user_ns
     control = control_of(names["model"])
     control.begin(Workload(names["model"], names["optimizer"]))
-    control.stage = Playing()
+    control.loop.stage = Playing()
     return control
 
 
@@ -127,7 +127,7 @@ def test_run_again_a_cell_closes_its_panel_and_another_cell_does_not(rich: Rich,
     assert [panel._is_closed for panel in (first, second, third)] == [True, False, False]
     panels.close()
     assert not panels.any_open()
-    assert not control.is_watched
+    assert not control.views.any_open
 
 
 def test_without_widgets_the_panel_is_a_table_that_follows_the_run(
@@ -198,7 +198,7 @@ def test_a_run_between_two_cells_that_free_gradients_is_measured_like_their_step
     assert made(f"%%memfit --release-grads\n{loop}").error is None
     made("%memfit panel --batch inputs,target --loss-fn loss_fn")
     control = control_of(shell.user_ns["model"])
-    stage = control.stage = Playing()
+    stage = control.loop.stage = Playing()
     before = {name: value.clone() for name, value in shell.user_ns["model"].state_dict().items()}
     control.run(keep=False)
     for _ in range(3):
@@ -215,7 +215,7 @@ def test_a_run_makes_the_recorded_step_where_the_loop_computes_the_loss(made: Ce
     made(f"%%memfit\n{TRAIN}")
     made("%memfit panel")
     control = control_of(shell.user_ns["model"])
-    stage = control.stage = Playing()
+    stage = control.loop.stage = Playing()
     panel = Panel(control)
     hand = Hand(panel)
     assert "run" not in hand.shown["off"]
@@ -234,7 +234,7 @@ def test_a_run_makes_the_recorded_step_where_the_loop_computes_the_loss(made: Ce
     named = "%memfit panel --batch inputs,target --loss-fn torch.nn.functional.cross_entropy"
     assert made(named).error is None
     made(f"%%memfit\n{TRAIN}")  # what the loop calls the model with goes with no loss function
-    control.draw()
+    control.views.draw()
     assert "keep" not in hand.shown["off"]
     hand.press("run")
     assert stage.played[-1].advance()
@@ -262,7 +262,7 @@ def test_a_run_of_the_panel_leaves_its_receipt(made: Cell, shell: Any, monkeypat
     )  # the last cell trains another model
     made("c = %memfit report")
     expected = shell.user_ns["c"].measurements
-    stage = control.stage = Playing()
+    stage = control.loop.stage = Playing()
     control.run(keep=False)
     for _ in range(3):
         assert stage.played[-1].advance()

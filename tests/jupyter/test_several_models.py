@@ -139,7 +139,7 @@ def test_the_panel_of_each_follows_and_steers_the_loop(shell: Any, cell: Cell, c
             controls[clicked].undo()
 
     for each in controls.values():
-        each.stage = Later()
+        each.loop.stage = Later()
     shell.user_ns["look"] = look
     ran = cell(f"%%memfit\n{GAN_LOOP.replace('_ in', 'i in')}    look(i)\n")
     assert ran.error is None, ran.err

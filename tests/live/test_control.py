@@ -59,7 +59,7 @@ def control(workload: Workload) -> Iterator[Control]:
     made = Control(workload.model, Playing())
     made.begin(workload)
     yield made
-    assert made.session is None or made.session.undo() is None
+    assert made.model.session is None or made.model.session.undo() is None
 
 
 def step(workload: Workload) -> float:
@@ -77,8 +77,8 @@ def toggle(moment: Moment, field: str) -> Any:
 
 
 def session_of_control(control: Control) -> Session:
-    assert control.session is not None
-    return control.session
+    assert control.model.session is not None
+    return control.model.session
 
 
 class Cell:
@@ -99,11 +99,11 @@ class Cell:
         losses = []
         for _ in range(steps):
             losses.append(step(self.workload))
-            self.control.stepped()
+            self.control.steps.stepped()
         return losses
 
     def __exit__(self, *_exc: object) -> None:
-        self.control.training_ended()
+        self.control.steps.end()
         self.session.observers.remove(self.meter)
         self.meter.close()
         self.device.close()
@@ -116,7 +116,7 @@ def test_a_setting_is_applied_where_nothing_runs(control: Control, workload: Wor
 
 
 def test_a_setting_waits_for_the_step_boundary_while_a_cell_trains(control: Control, workload: Workload) -> None:
-    control.stage = Later()
+    control.loop.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(2)
         asking = threading.Thread(target=control.ask, args=("checkpointing", "full"))
@@ -149,7 +149,7 @@ def test_a_setting_asked_for_before_the_cell_calls_the_model_is_applied_in_that_
 
 
 def test_a_plan_that_turns_out_impossible_is_refused_and_the_loop_goes_on(control: Control, workload: Workload) -> None:
-    control.stage = Later()
+    control.loop.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(2)
         control.ask("accumulation", "16")
@@ -205,7 +205,7 @@ def with_another(control: Control, workload: Workload) -> tuple[Workload, Sessio
 def test_clicks_on_two_models_of_one_loop_add_up(workload: Workload) -> None:
     control = control_of(workload.model)
     beside, session, second, panel = with_another(control, workload)
-    panel.stage = Later()
+    panel.loop.stage = Later()
     panel.follow(second)
     with session, second, Cell(control, workload):
         step(workload)
@@ -225,7 +225,7 @@ def test_clicks_on_two_models_of_one_loop_add_up(workload: Workload) -> None:
 def test_each_model_of_a_loop_has_a_panel_that_shows_and_holds_the_loop(workload: Workload) -> None:
     control = control_of(workload.model)
     beside, session, second, panel = with_another(control, workload)
-    panel.stage = stage = Later()
+    panel.loop.stage = stage = Later()
     shown: list[Activity] = []
     end_watching = panel.watch(lambda moment: shown.append(moment.activity))
 
@@ -242,7 +242,7 @@ def test_each_model_of_a_loop_has_a_panel_that_shows_and_holds_the_loop(workload
         step(workload)
         step(beside)
         assert session.plan == second.plan == Plan.parse("--accumulate 2")
-        panel.stepped()
+        panel.steps.stepped()
         assert panel.moment().step == control.moment().step > 0
         panel.pause()
         assert control.can() == panel.can() == Can.SWITCH | Can.RESUME | Can.CANCEL | Can.UNDO
@@ -260,7 +260,7 @@ def test_each_model_of_a_loop_has_a_panel_that_shows_and_holds_the_loop(workload
         step(workload)
         with pytest.raises(Cancelled):
             step(beside)
-        panel.training_ended()
+        panel.steps.end()
     assert shown[-1] is Activity.IDLE
     stage.idle()
     end_watching()
@@ -276,7 +276,7 @@ def test_a_plan_that_is_clicked_between_cells_does_not_end_the_next_one(control:
 
 
 def test_what_is_predicted_not_to_apply_is_refused_at_once(control: Control, workload: Workload) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     control.predict()
     stage.idle()
     stage.play_out()
@@ -291,7 +291,7 @@ def test_what_is_predicted_not_to_apply_is_refused_at_once(control: Control, wor
 def test_what_was_asked_for_after_the_last_step_is_applied_when_the_cell_has_ended(
     control: Control, workload: Workload
 ) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(1)
         control.ask("accumulation", "2")
@@ -302,7 +302,7 @@ def test_what_was_asked_for_after_the_last_step_is_applied_when_the_cell_has_end
 
 
 def test_taking_a_wish_back_leaves_nothing_pending(control: Control, workload: Workload) -> None:
-    control.stage = Later()
+    control.loop.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(1)
         control.ask("accumulation", "2")
@@ -314,7 +314,7 @@ def test_taking_a_wish_back_leaves_nothing_pending(control: Control, workload: W
 
 
 def test_pending_changes_add_up(control: Control, workload: Workload) -> None:
-    control.stage = Later()
+    control.loop.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(1)
         control.ask("accumulation", "2")
@@ -335,7 +335,7 @@ def test_settings_that_exclude_each_other_are_refused_at_once(control: Control) 
 
 
 def test_a_technique_that_refuses_says_why_in_a_running_cell(control: Control, workload: Workload) -> None:
-    control.stage = Later()
+    control.loop.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(1)
         control.ask("loss", "chunked")
@@ -355,7 +355,7 @@ BOTH = (("loss", "chunked"), ("checkpointing", "full"))
 def test_of_two_clicks_at_once_only_the_impossible_one_is_refused(
     control: Control, workload: Workload, clicks: tuple[tuple[str, str], ...], while_it_trains: bool
 ) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     if while_it_trains:
         with Cell(control, workload) as cell:
             cell.train(1)
@@ -374,7 +374,7 @@ def test_of_two_clicks_at_once_only_the_impossible_one_is_refused(
 def test_of_two_clicks_the_one_that_turns_out_impossible_in_the_call_is_refused(
     control: Control, workload: Workload
 ) -> None:
-    control.stage = Later()
+    control.loop.stage = Later()
     with Cell(control, workload) as cell:
         cell.train(1)
         control.ask("accumulation", "16")  # of 8 rows
@@ -428,7 +428,7 @@ def test_a_paused_loop_stands_still_and_the_pause_is_no_step_time(control: Contr
 def test_clicks_within_a_step_of_its_own_are_shown_and_keep_nobody_waiting(
     control: Control, workload: Workload, clicks: list[str]
 ) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     control.run(keep=False)
     stage.idle()
     (played,) = stage.played
@@ -464,7 +464,7 @@ def test_ctrl_c_ends_a_pause(control: Control, workload: Workload, monkeypatch: 
         def interrupted(_seconds: float) -> bool:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(control._hold._go, "wait", interrupted)
+        monkeypatch.setattr(control.loop.hold._go, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cell.train(1)
     assert control.moment().activity is Activity.IDLE
@@ -474,7 +474,7 @@ def test_ctrl_c_ends_a_pause(control: Control, workload: Workload, monkeypatch: 
 def test_a_run_of_its_own_leaves_nothing_behind_unless_it_is_kept(
     control: Control, workload: Workload, keep: bool
 ) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     step(workload)
     before = Snapshot(workload)
     control.run(keep=keep)
@@ -497,7 +497,7 @@ def test_a_run_of_its_own_leaves_nothing_behind_unless_it_is_kept(
 
 
 def test_a_dry_run_under_converted_moments_is_put_back_bit_for_bit(control: Control, workload: Workload) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     step(workload)
     control.ask("optimizer", "adam8bit")
     stage.idle()
@@ -542,7 +542,7 @@ def test_a_run_whose_model_gives_no_loss_says_so(workload: Workload) -> None:
 
 
 def test_live_predictions_fills_in_what_settings_give(control: Control) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     control.predict()
     stage.idle()
     stage.play_out()
@@ -554,7 +554,7 @@ def test_live_predictions_fills_in_what_settings_give(control: Control) -> None:
 
 @pytest.mark.full
 def test_the_fastest_plan_that_fits_is_asked_for(control: Control) -> None:
-    stage = control.stage = Later()
+    stage = control.loop.stage = Later()
     control.find()
     stage.idle()
     stage.play_out()
@@ -587,7 +587,7 @@ def test_undoing_gives_the_model_back_and_a_later_wish_begins_again(control: Con
 
 
 def test_training_again_after_undoing_begins_a_new_run(control: Control, workload: Workload) -> None:
-    control.stage = stage = Later()
+    control.loop.stage = stage = Later()
     with Cell(control, workload) as cell:
         cell.train(2)
         control.ask("checkpointing", "full")
@@ -627,7 +627,7 @@ def test_undoing_while_a_cell_is_paused_takes_the_settings_off_when_it_goes_on(
     control: Control, workload: Workload
 ) -> None:
     control.ask("checkpointing", "full")
-    control.stage = stage = Later()
+    control.loop.stage = stage = Later()
     pending: list[Plan | None] = []
 
     def press(moment: Moment) -> None:
@@ -655,7 +655,7 @@ def test_undoing_before_a_cell_calls_the_model_comes_with_its_first_step_and_not
     control: Control, workload: Workload
 ) -> None:
     control.ask("checkpointing", "full")
-    control.stage = stage = Later()
+    control.loop.stage = stage = Later()
     control.undo()
     assert toggle(control.moment(), "checkpointing").text == "pending"
     with Cell(control, workload) as cell:
@@ -668,7 +668,7 @@ def test_undoing_before_a_cell_calls_the_model_comes_with_its_first_step_and_not
 
 
 def test_a_loop_in_a_plain_cell_is_steered_and_shown(control: Control, workload: Workload) -> None:
-    control.stage = stage = Later()
+    control.loop.stage = stage = Later()
     shown: list[str] = []
     end_watching = control.watch(lambda moment: shown.append(toggle(moment, "accumulation").text))
     control.ask("accumulation", "2")
@@ -682,7 +682,7 @@ def test_a_loop_in_a_plain_cell_is_steered_and_shown(control: Control, workload:
     assert session_of_control(control).plan == Plan()
     assert shown[-1] == "off since step 3"
     stage.idle()
-    assert control.session is None
+    assert control.model.session is None
     end_watching()
 
 
@@ -697,7 +697,7 @@ def test_two_views_show_one_state_and_a_failing_one_is_told(control: Control) ->
         control.watch(view)
     control.ask("accumulation", "2")
     assert toggle(first[-1], "accumulation").value == toggle(second[-1], "accumulation").value == "2"
-    control.draw()
+    control.views.draw()
     assert first[-1].errors == ("ZeroDivisionError: no picture",)
 
 
@@ -708,10 +708,10 @@ def test_a_dropped_view_is_drawn_no_more(control: Control) -> None:
 
     view = View()
     control.watch(view.draw)
-    assert control.is_watched
+    assert control.views.any_open
     del view
     gc.collect()
-    assert not control.is_watched
+    assert not control.views.any_open
 
 
 def test_neither_model_nor_session_is_kept_alive() -> None:

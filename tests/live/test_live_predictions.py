@@ -37,7 +37,7 @@ def test_a_panel_does_not_calibrate_by_texts_of_other_lengths(monkeypatch: pytes
     control.know([replace(LONG, tokens_per_step=4 * 24)])
     seen: list[Measurement | None] = []
     monkeypatch.setattr(
-        control._live_predictions, "plan_by_plan", lambda _w, _p, measured, **_: seen.append(measured) or iter(())
+        control.predicting.known, "plan_by_plan", lambda _w, _p, measured, **_: seen.append(measured) or iter(())
     )
     control.predict()
     stage.play_out()
