@@ -429,11 +429,13 @@ def test_a_plain_cell_neither_predicts_nor_draws(shell: Any, made: Cell, monkeyp
     }
 
 
+@pytest.mark.parametrize("after", ["", "reached = model(inputs).sum().item()"], ids=["", "called after the loop"])
 @pytest.mark.parametrize("before", [MAKE, f"{MAKE}%%memfit\n{TRAIN}"], ids=["first cell", "after a cell that calls it"])
-def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell, before: str) -> None:
+def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell, before: str, after: str) -> None:
     for each in before.split("%%"):
         cell(f"%%{each}" if each.startswith("memfit") else each)
-    ran = cell(f"%%memfit --accumulate 2\n{STEP.replace('model(inputs)', 'model.forward(inputs)')}")
+    step = f"{STEP.replace('model(inputs)', 'model.forward(inputs)')}\n"
+    ran = cell(f"%%memfit --accumulate 2\n{2 * step}{after}")
     assert ran.error is None
     assert ran.out == (
         "memfit: --accumulate 2 had no effect: the loop trains Sequential without calling it (it calls parts of it, its "
