@@ -43,6 +43,11 @@ class LoopMode(TorchFunctionMode):
     _thread = 0
     _is_on_top = False  # whether it hears of a function before others of this kind, which may call others in its place
 
+    @property
+    def is_heard(self) -> bool:
+        """Return whether whoever is told still lives: a loop that drops its model ends no session."""
+        return True
+
     def begin(self) -> None:
         """Watch this thread's code from now on; harmless when that is so already."""
         self._has_begun, self._is_over, self.is_resumed = True, False, False
@@ -126,7 +131,7 @@ def pause() -> None:
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mine = [mode for mode in stack if isinstance(mode, LoopMode)]
     if mine:
-        _paused.update(mode for mode in mine if not mode._is_over)
+        _paused.update(mode for mode in mine if not mode._is_over and mode.is_heard)
         _restack([mode for mode in stack if mode not in mine])
 
 
@@ -135,8 +140,9 @@ def resume() -> None:
     _between_cells.clear()
     while _paused:
         mode = _paused.pop()
-        mode.begin()
-        mode.is_resumed = True
+        if mode.is_heard:
+            mode.begin()
+            mode.is_resumed = True
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
+from memlab.runtime.loop_mode import LoopMode, resumed
 from memlab.session import sessions
 from tests.jupyter.conftest import Cell
 
@@ -454,6 +457,10 @@ def test_a_search_keeps_one_model_at_a_time(shell: Any, cell: Cell, flags: str) 
     assert shell.user_ns["losses"] == pytest.approx(losses, rel=5e-2 if "16" in flags else 1e-6)
     assert "15 steps" in told.out
     assert len(told.out.splitlines()[0].split(" + ")) == 1
+    gc.collect()
+    with resumed():  # what listened to the loops of the models that are gone listens no more
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, LoopMode)]
+    assert len(modes) <= 1
 
 
 def test_a_further_model_that_a_plan_does_not_apply_to_ends_no_loop(shell: Any, cell: Cell) -> None:

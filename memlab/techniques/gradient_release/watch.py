@@ -40,6 +40,10 @@ class Watch(LoopMode):
         self._written = weakref.WeakMethod(written)
         self._is_paused = False
 
+    @property
+    def is_heard(self) -> bool:
+        return self._touched() is not None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let the optimizer read gradients."""
