@@ -160,10 +160,12 @@ class CudaDevice(Device):
 
     def elsewhere_bytes(self, known_bytes: int) -> int:
         counters = torch.cuda.memory_stats_as_nested_dict(self.device)
-        allocated_bytes: int = counters["allocated_bytes"]["all"]["current"] if counters else 0
+        # as asked for: a block may be up to a MiB larger, for each weight
+        asked_for = counters.get("requested_bytes", counters.get("allocated_bytes"))
+        requested_bytes: int = asked_for["all"]["current"] if asked_for else 0
         kept_bytes = sum(workspaces(torch.cuda.get_device_capability(self.device)))
-        rest_bytes = allocated_bytes - known_bytes - kept_bytes
-        return rest_bytes if rest_bytes > MIB else 0  # rounding to blocks adds a little
+        rest_bytes = requested_bytes - known_bytes - kept_bytes
+        return rest_bytes if rest_bytes > MIB else 0  # small tensors of the model's own
 
     def breakdown(
         self,

@@ -52,7 +52,7 @@ def gpu(monkeypatch):
     def counters(device):
         if not state.counters:
             return {}
-        peaks = {"allocated_bytes": state.allocated, "reserved_bytes": state.reserved}
+        peaks = {"requested_bytes": 0, "allocated_bytes": state.allocated, "reserved_bytes": state.reserved}
         return {name: {"all": {"current": state.current, "peak": peak}} for name, peak in peaks.items()}
 
     replacements = {
