@@ -147,7 +147,8 @@ class CellMagic:
                 # whoever interrupted the cell does not wait for predictions
                 plans = watch.measuring.notes.plans if outcome.error is None else ()
                 self._predict(watch.models.session, watch.models.sessions, plans, options.budget_bytes, line)
-            if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt):
+            refusal = cells.refusal_in(outcome.error)  # is one line
+            if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt) or (steps and refusal is None):
                 self._show_receipt(watch, steps)
         refusal = watch.errors.refused or cells.refusal_in(outcome.error)
         if refusal is not None:
@@ -262,7 +263,8 @@ class CellMagic:
                 if session.usage.ends_earlier_step
                 else "no optimizer step ended in this cell"
             )
-            why = f"{session.observers.failure or none}, {said}"
+            hint = "" if session.usage.ends_earlier_step else "; for forward passes or generate() alone add --inference"
+            why = f"{session.observers.failure or none}, {said}{hint}"
             if watch.was_passed_by:
                 past = f"{session.usage.how_passed_by}, {said}"
                 why = past if session.usage.passed_by is None else f"{session.usage.passed_by}; nothing was measured"

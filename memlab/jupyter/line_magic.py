@@ -201,8 +201,7 @@ class LineMagic:
         together = self._notebook.together()
         before, now = together[0].plan, not any(self._notebook.background.trains(s.workload.model) for s in together)
         switch_together(together, plan, now=now)
-        others = any(each not in together for each in sessions())
-        where = f" on {' and '.join(each.workload.name for each in together)}" if others else ""
+        where = f" on {' and '.join(each.workload.name for each in together)}"
         when = "" if now else " at the next step"
         said = f"{before.label} → {plan.label}{where}{when}" if before != plan else f"{plan.label} is in force{where}"
         tell(said)

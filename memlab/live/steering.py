@@ -139,7 +139,8 @@ class Steering:
             self._changes.came_true(plan, step)
             self._feed.take_in()
             self._feed.plan_changed(plan, step)
-            self._feed.events.append(f"step {step}: {before.label} → {plan.label}")
+            if plan != before:
+                self._feed.events.append(f"step {step}: {before.label} → {plan.label}")
         self._loop.draw_soon()
 
     def asked_elsewhere(self, plan: Plan) -> None:

@@ -261,7 +261,11 @@ class Meter(Observer):
         self._models.forget()
 
     def _begin_step(self, batch: Batch) -> OpenStep:
-        observed = self.device.observes_every_step or self._is_due()
+        # a larger batch than any before has the highest peak so far
+        is_larger = batch.elements > self.times.period.largest
+        observed = self.device.observes_every_step or self._is_due() or is_larger
+        if observed:
+            self.times.period.largest = max(self.times.period.largest, batch.elements)
         step = OpenStep(begin=self.times.last_end or self.device.mark(), observed=observed)
         if len(self._models) == 1:
             self._ledger.leave_data()

@@ -139,6 +139,7 @@ class Period:
     earlier: tuple[int, ...] = ()
     steps: int = 0
     observed_from: int = 0
+    largest: int = 0  # elements of the largest batch that was observed
     waiting: Waiting = field(default_factory=Waiting)
     host_bytes: int = 0
     driver_bytes: int | None = None

@@ -166,8 +166,11 @@ def _doubts(measurement: Measurement, prediction: Prediction | None) -> Iterator
     if measurement.waited_share >= _BUSY:
         yield f"the machine was busy: training waited for a processor {measurement.waited_share * 100:.0f} % of the time"
     if prediction is not None and has_left_interval(measurement, prediction):
-        low, high = map(format_bytes, prediction.interval_bytes)
-        yield f"not as predicted: {format_bytes(measurement.needed_bytes)} is outside {low} to {high}"
+        sizes = measurement.needed_bytes, *prediction.interval_bytes
+        needed, low, high = map(format_bytes, sizes)
+        if needed in (low, high):
+            needed, low, high = (f"{size:,} B" for size in sizes)
+        yield f"not as predicted: {needed} is outside {low} to {high}"
 
 
 def has_left_interval(measurement: Measurement, prediction: Prediction) -> bool:

@@ -253,6 +253,14 @@ def test_lists_over_two_devices() -> None:
     assert [each.tolist() for each in ones] == [[6.0] * 4] * 2
 
 
+@needs_values
+def test_lists_of_tensors_of_both_the_gpu_and_the_host() -> None:
+    tensors = [torch.ones(2, device="cuda"), torch.ones(2)]
+    torch._foreach_add_(tensors, [tensor.clone() for tensor in tensors])
+    torch._foreach_mul_(tensors, 3.0)
+    assert [tensor.tolist() for tensor in tensors] == [[6.0, 6.0]] * 2
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 

@@ -179,7 +179,9 @@ class TestSwitching:
 
     def test_the_line_magic_waits_for_the_step_too(self, stepping: Stepping, made: Cell) -> None:
         stepping.begin()
-        assert made("%memfit --accumulate 2").out == "memfit: as written → --accumulate 2 at the next step\n"
+        assert (
+            made("%memfit --accumulate 2").out == "memfit: as written → --accumulate 2 on Sequential at the next step\n"
+        )
         stepping.step()
         assert session().plan.label == "--accumulate 2"
 

@@ -429,6 +429,13 @@ def test_a_plain_cell_neither_predicts_nor_draws(shell: Any, made: Cell, monkeyp
     }
 
 
+def test_a_cell_that_fails_after_measured_steps_shows_them(made: Cell) -> None:
+    ran = made(f"%%memfit\n{TRAIN}1 / 0")
+    assert isinstance(ran.error, ZeroDivisionError)
+    assert "4 steps" in ran.out
+    assert ran.out.index("4 steps") < ran.out.index("ZeroDivisionError")
+
+
 @pytest.mark.parametrize("after", ["", "reached = model(inputs).sum().item()"], ids=["", "called after the loop"])
 @pytest.mark.parametrize("before", [MAKE, f"{MAKE}%%memfit\n{TRAIN}"], ids=["first cell", "after a cell that calls it"])
 def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell, before: str, after: str) -> None:

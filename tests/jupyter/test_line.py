@@ -85,7 +85,7 @@ def test_undo_all(made: Cell) -> None:
 @pytest.mark.parametrize("line", ["--accumulate 2", "switch --accumulate 2"])
 def test_switch(shell: Any, made: Cell, line: str) -> None:
     made(f"%%memfit\n{TRAIN}")
-    assert made(f"%memfit {line}").out == "memfit: as written → --accumulate 2\n"
+    assert made(f"%memfit {line}").out == "memfit: as written → --accumulate 2 on Sequential\n"
     assert session_of(shell.user_ns["model"]).plan.label == "--accumulate 2"
 
 

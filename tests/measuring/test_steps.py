@@ -72,6 +72,17 @@ def test_two_observed_steps_then_none_for_a_while():
     loop.meter.close()
 
 
+def test_a_larger_batch_than_any_before_is_observed():
+    loop = Loop()
+    loop.step(8)
+    loop.batch, small = torch.randn(64, 64), loop.batch
+    loop.step(2)
+    loop.batch = small
+    loop.step(2)
+    assert [r.step for r in loop.meter.steps if r.peak_allocated_bytes is not None] == [1, 2, 9]
+    loop.meter.close()
+
+
 def test_observations_come_back_as_often_as_they_are_cheap(monkeypatch):
     monkeypatch.setattr(times, "steps_between_observations", lambda observed, plain: 100)
     loop = Loop()

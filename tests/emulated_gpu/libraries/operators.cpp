@@ -412,6 +412,7 @@ class Valued : public c10::OperatorKernel {
   void compute(const OperatorHandle &op, Call &call, std::vector<IValue> &arguments, Stack *stack, size_t returns, bool is_by_value);
   void copy(const OperatorHandle &op, DispatchKeySet keys, Stack *stack);
   void leave(const OperatorHandle &op, DispatchKeySet keys, Stack *stack) { original_.callBoxed(op, keys, stack); }
+  bool writes_to_the_host(const std::vector<IValue> &arguments) const;
 
   c10::KernelFunction original_;
   Rule rule_;
@@ -455,6 +456,14 @@ std::optional<at::Device> device_of(const std::vector<Tensor> &tensors) {
   return std::nullopt;
 }
 
+bool Valued::writes_to_the_host(const std::vector<IValue> &arguments) const {
+  std::vector<Tensor> written;
+  for (size_t i : written_) collect(arguments[i], written);
+  for (const Tensor &each : written)
+    if (each.defined() && !each.is_cuda()) return true;
+  return false;
+}
+
 void Valued::operator()(const OperatorHandle &op, DispatchKeySet keys, Stack *stack) {
   if (is_stale.load()) stand_in();
   if (is_copy_) return copy(op, keys, stack);
@@ -468,6 +477,7 @@ void Valued::operator()(const OperatorHandle &op, DispatchKeySet keys, Stack *st
     is_mixed |= each.defined() && !each.is_cuda();
   }
   if (is_list_copy_ && is_mixed) return leave(op, keys, stack);  // its copies are real ones
+  if (is_mixed && writes_to_the_host(arguments)) return leave(op, keys, stack);  // it calls an operator for each tensor
   c10::cuda::OptionalCUDAGuard guard(device_of(tensors));
   emulated_catch_up(c10::cuda::getCurrentCUDAStream(emulated_current()).stream());
   uint64_t seed = is_random_ ? seed_of(generator_ ? &arguments[*generator_] : nullptr, tensors) : 0;
