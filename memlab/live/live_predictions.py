@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from memlab.units import format_bytes, format_change, format_difference
 
 # between the end of a cell and predictions: where many cells run one after another, each would wait for one
 _QUIET_SECONDS = 0.5
+_OTHER_TIMES = 0.1  # by which steps differ whose predicted speeds are not to be compared
 
 
 class LivePredictions:
@@ -35,6 +37,7 @@ class LivePredictions:
     def __init__(self) -> None:
         self.is_complete = True  # whether everything that was asked for last is predicted
         self._predictions: dict[str, Prediction] = {}
+        self._calibrated_by = 0.0  # seconds of a step; 0 where none was measured
         self._made_for: tuple[Any, ...] | None = None
         self._lock = threading.Lock()
 
@@ -60,14 +63,18 @@ class LivePredictions:
     ) -> Iterator[str]:
         """Predict what each setting would change beside the plan in force, and beside the loop as written; with `every`, also the others.
 
-        Another batch than before makes earlier predictions worthless, and so does the first measurement on such a batch,
-        by which times are calibrated.
+        Another batch than before makes earlier predictions worthless, and so do times by which those of all plans are calibrated,
+        where they are the first or others than before.
         """
         self.is_complete = False
-        made_for = (Batch.of(workload.batch).shapes, measured is not None, tape_of([workload]) is not None)
+        made_for = (Batch.of(workload.batch).shapes, tape_of([workload]) is not None)
+        seconds = statistics.median(measured.step_seconds) if measured is not None else 0.0
         with self._lock:
-            if self._made_for not in (None, made_for):
+            is_of_other_times = abs(seconds - self._calibrated_by) > _OTHER_TIMES * max(seconds, self._calibrated_by)
+            if self._made_for not in (None, made_for) or (self._made_for is not None and is_of_other_times):
                 self._predictions.clear()
+            if not self._predictions or self._made_for is None:
+                self._calibrated_by = seconds
             self._made_for = made_for
         wanted = [*settings_beside(plan), *settings_beside(Plan()), *(considered(workload, None) if every else ())]
         missing = [each for each in dict.fromkeys(wanted) if each.label not in self._predictions]

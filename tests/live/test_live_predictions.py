@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from memlab import measure
 from memlab.live.control import Control
-from memlab.live.live_predictions import calibration
+from memlab.live.live_predictions import LivePredictions, calibration
+from memlab.plan import Plan
 from memlab.records import Measurement
 from memlab.runtime.batch import Batch
 from memlab.runtime.workload import Workload
@@ -42,3 +44,22 @@ def test_a_panel_does_not_calibrate_by_texts_of_other_lengths(monkeypatch: pytes
     control.predict()
     stage.play_out()
     assert seen == [None]
+
+
+def test_speeds_of_other_times_are_not_put_side_by_side() -> None:
+    """Predictions that were broken off, by a cell that timed the loop again, begin anew."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    workload = Workload(model, optimizer, batch=(torch.randn(8, 4), torch.randn(8, 4)), loss_fn=nn.functional.mse_loss)
+    known = LivePredictions()
+    measured = measure(workload, "", steps=3)
+    making = known.plan_by_plan(workload, Plan(), measured)
+    next(making)
+    making.close()
+    before = known.predictions
+    assert before
+    slower = replace(measured, step_seconds=tuple(3 * each for each in measured.step_seconds))
+    for _ in known.plan_by_plan(workload, Plan(), slower):
+        pass
+    times = {each.plan: each.step_seconds for each in known.predictions}
+    assert all(times[each.plan] == pytest.approx(3 * each.step_seconds, rel=0.2) for each in before)
