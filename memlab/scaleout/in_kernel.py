@@ -60,7 +60,7 @@ class InKernel(LiveEngine):
         self._optimizers: list[Optimizer] = []
         self._storage_resized: Resized = lambda _storage: None
         self._is_under_way = False  # a call, a backward pass or a step; afterwards, whether one has failed
-        self._updates = self._passes = self._ends = 0
+        self._updates = self._passes = 0
         self._last_call: Callable[[], OwnBackward | None] = lambda: None
 
     # -- on ------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class InKernel(LiveEngine):
             )
         again = OwnBackward(
             self.workload.model, own, args, kwargs,
-            device=self.device, is_apart=self._is_apart, updates=lambda: self._updates, age=lambda: (self._passes, self._ends),
+            device=self.device, is_apart=self._is_apart, updates=lambda: self._updates, age=lambda: (self._passes, self._started is None),
         )  # fmt: skip
         self._last_call = weakref.ref(again)
         return again.run(self._trained)
@@ -228,7 +228,6 @@ class InKernel(LiveEngine):
 
     def close(self) -> None:
         self._undo.close()
-        self._ends += 1
         self._started = self._techniques = None
         self._shown_parameters, self._optimizers, self._is_under_way = [], [], False
         # engines are full of cycles
