@@ -141,16 +141,17 @@ class CellMagic:
                 outcome = place.run(self._notebook.shell, source)
             finally:
                 del self._notebook.running[threading.get_ident()]
+        refusal = cells.refusal_in(outcome.error)
         with cells.beside("the receipt"):
             steps = self._keep(watch, outcome.error)
             if steps and watch.models.session is not None:
                 # whoever interrupted the cell does not wait for predictions
                 plans = watch.measuring.notes.plans if outcome.error is None else ()
                 self._predict(watch.models.session, watch.models.sessions, plans, options.budget_bytes, line)
-            refusal = cells.refusal_in(outcome.error)  # is one line
+            # a refusal is one line
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt) or (steps and refusal is None):
                 self._show_receipt(watch, steps)
-        refusal = watch.errors.refused or cells.refusal_in(outcome.error)
+        refusal = watch.errors.refused or refusal
         if refusal is not None:
             with cells.beside("going back to the plan before"):
                 watch.give_up(refusal)

@@ -262,10 +262,10 @@ class Meter(Observer):
 
     def _begin_step(self, batch: Batch) -> OpenStep:
         # a larger batch than any before has the highest peak so far
-        is_larger = batch.elements > self.times.period.largest
-        observed = self.device.observes_every_step or self._is_due() or is_larger
+        period, elements = self.times.period, batch.elements
+        observed = self.device.observes_every_step or self._is_due() or elements > period.largest
         if observed:
-            self.times.period.largest = max(self.times.period.largest, batch.elements)
+            period.largest = max(period.largest, elements)
         step = OpenStep(begin=self.times.last_end or self.device.mark(), observed=observed)
         if len(self._models) == 1:
             self._ledger.leave_data()

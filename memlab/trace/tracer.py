@@ -36,6 +36,7 @@ from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit
 from memlab.session.tape import Replay, Tape
+from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Layout, row_ranges
 from memlab.trace.fast_fakes import FastFakes
@@ -243,7 +244,7 @@ class Tracer:
         if use_cache or workload.loss_fn is not None:
             return workload
         call = call_of(workload)
-        options = CacheOff("accumulate").options(workload.model, workload.name, call.kwargs)
+        options = CacheOff(Accumulation.field).options(workload.model, workload.name, call.kwargs)
         return self.twin.with_batch(Batch(call.args, options))
 
     def _one_pass(self, session: Session, seen: _StepObserver, workload: Workload) -> Trace:
