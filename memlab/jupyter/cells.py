@@ -22,7 +22,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import io
-import os
 import sys
 import tokenize
 import warnings
@@ -30,15 +29,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from IPython.core.error import UsageError
 
 from memlab.errors import MemlabError, first_line
-
-OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
+from memlab.runtime.callers import OWN_FOLDER
 
 # IPython's shells are configured at run time: the attributes used here are typed as anything
 Shell = Any

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,19 +10,19 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.jupyter.cells import OWN_FOLDER, entries
+from memlab.jupyter.cells import entries
 from memlab.jupyter.history import History
 from memlab.plan import Plan
 from memlab.rescue.fallback import Place, next_plans
 from memlab.rescue.recovery import NothingFitsError, half_of
 from memlab.runtime.batch import Batch
+from memlab.runtime.callers import is_installed
 from memlab.runtime.ownership import unwrap_model
 from memlab.runtime.workload import Workload
 from memlab.session import Session, check
 from memlab.units import format_bytes
 
 _MOST_LOG_ENTRIES = 8
-_PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 
 def state_text(session: Session, history: History, namespace: Mapping[str, Any], capacity: str) -> str:
@@ -129,7 +127,7 @@ def own_frames(shell: Any, error: BaseException) -> list[str]:
     """
     own: TracebackType | None = None
     for each in reversed([*entries(error.__traceback__)]):
-        if not _is_of_library(each.tb_frame.f_code.co_filename):
+        if not is_installed(each.tb_frame.f_code.co_filename):
             own = TracebackType(own, each.tb_frame, each.tb_lasti, each.tb_lineno)
     if own is None:
         return []
@@ -139,9 +137,3 @@ def own_frames(shell: Any, error: BaseException) -> list[str]:
         return []
     lines: list[str] = shell.InteractiveTB.structured_traceback(type(alone), alone, own, tb_offset=0)
     return lines
-
-
-def _is_of_library(file: str) -> bool:
-    # packages may lie in more places than this Python's own: the user's, the system's, another environment's
-    is_installed = not _PACKAGES.isdisjoint(Path(file).parts)
-    return is_installed or file.startswith((sysconfig.get_path("stdlib"), OWN_FOLDER, "<frozen"))

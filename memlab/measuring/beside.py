@@ -63,6 +63,9 @@ class Beside(Observer):
     def only_tried(self) -> None:
         self._meter.only_tried()
 
+    def took_effect(self) -> None:
+        self._meter.took_effect()
+
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         self._meter.storage_resized(storage)
 

@@ -158,6 +158,11 @@ class Meter(Observer):
         if self._step is not None:
             self._forget_peaks(self._step, ())
 
+    def took_effect(self) -> None:
+        """Steps so far are none of the plan's."""
+        self.times.begin_anew()
+        self.only_tried()
+
     def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
         self._models.add_optimizer(optimizer)
 

@@ -201,6 +201,12 @@ class Times:
         self.period = Period(self.period.number + 1, plan, earlier)
         self.last_end = None
 
+    def begin_anew(self) -> None:
+        """Forget the steps of the period under way."""
+        self.period.release()
+        self.period = Period(self.period.number + 1, self.period.plan, self.period.earlier, observed_from=1)
+        self.last_end = None
+
     def end_step(self, step: OpenStep, peaks: Peaks) -> None:
         """Add a step that is over; what the device has not finished is read later."""
         period, loss = self.period, self._device.keep(step.loss) if step.loss is not None else None

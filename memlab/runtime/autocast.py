@@ -62,6 +62,8 @@ _CHOICES = tuple(
 
 
 _UNSET: Any = object()
+# by it, drawing random numbers is refused where several gradients are asked for at once (`is_grads_batched`)
+_DRAWS_ONCE = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[arg-type]
 
 
 class CallSettings:
@@ -78,7 +80,7 @@ class CallSettings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        with torch._C._ExcludeDispatchKeyGuard(_DRAWS_ONCE), ExitStack() as stack:
             for (read, write), value in zip(_CHOICES, self._values, strict=True):
                 if (now := read()) != value:
                     stack.callback(write, now)

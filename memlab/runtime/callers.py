@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 _PASSED_OVER = ("memlab.runtime.touch", "memlab.runtime.away", "memlab.techniques.offload.lending", "torch")
+OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 _DECORATES = "torch.utils._contextlib"  # with `torch.no_grad`, say
 _FOR_ASKERS: set[CodeType] = set()  # see `for_asker`
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -16,6 +21,13 @@ def for_asker(function: _Function) -> _Function:
     """Mark a function that runs others for the code that has asked a mode, in whatever module that mode is."""
     _FOR_ASKERS.add(function.__code__)
     return function
+
+
+def is_installed(file: str) -> bool:
+    """Return whether code of a file is a library's, Python's or memlab's, and not the user's."""
+    # packages may lie in more places than this Python's own: the user's, the system's, another environment's
+    is_package = not _PACKAGES.isdisjoint(Path(file).parts)
+    return is_package or file.startswith((sysconfig.get_path("stdlib"), OWN_FOLDER, "<frozen"))
 
 
 def is_own_code(frame: FrameType | None) -> bool:

@@ -36,6 +36,14 @@ class ModelCalls:
             for technique in self._session.techniques:
                 technique.check_traced()
         except RefusalError as refusal:
+            tracing = torch._C._get_tracing_state()
+            if tracing is not None:  # what the change of plans computes is no part of what is traced
+                torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+                try:
+                    if self._session.switching.falls_back(refusal):
+                        return
+                finally:
+                    torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
             refusal.in_loop = True
             raise
 

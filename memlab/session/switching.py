@@ -69,6 +69,7 @@ class Switching:
         host = Host(
             gradients_complete=lambda: observers.tell("gradients_complete"),
             only_tried=lambda: observers.tell("only_tried"),
+            took_effect=lambda: observers.tell("took_effect"),
             storage_resized=lambda storage: observers.tell("storage_resized", storage),
             on_trial=lambda: self.is_on_trial,
             of_rescue=lambda: self._is_of_rescue,

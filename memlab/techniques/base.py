@@ -69,6 +69,8 @@ class Host:
     gradients_complete: Callable[[], None] = lambda: None
     # what was allocated since the step began was a trial, and is no peak of the plan
     only_tried: Callable[[], None] = lambda: None
+    # the setting has begun to work: what was measured of the plan before was only watched
+    took_effect: Callable[[], None] = lambda: None
     # a storage got or lost memory without an operator
     storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None
     # how many aliases of each weight are kept meanwhile, to go back to

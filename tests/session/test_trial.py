@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 import random
 from collections.abc import Callable
@@ -11,10 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import memlab
 from memlab import RefusalError, Workload, fit
 from memlab.errors import MemlabError
+from memlab.measuring.device import device_for
+from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.runtime.observer import Observer
 from memlab.session import Session, session_of, train_together
@@ -55,16 +59,21 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.step()
 
 
+# by names that nobody reads in the loop's code
+clip = getattr(nn.utils, "clip_grad_" + "norm_")
+gradient_of = operator.attrgetter("grad")
+
+
 def clipping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.zero_grad()
     backward(model, step)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    clip(model.parameters(), 0.1)
     optimizer.step()
 
 
 def looking(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     backward(model, step)
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(gradient_of(parameter) is not None for parameter in model.parameters())
     optimizer.step()
     optimizer.zero_grad()
 
@@ -73,9 +82,9 @@ def reading_after(model: nn.Module, optimizer: torch.optim.Optimizer, step: int)
     optimizer.zero_grad(set_to_none=False)
     backward(model, step)
     optimizer.step()
-    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
-    assert torch.isfinite(torch.stack(norms)).all()
-    assert len(pickle.dumps([parameter.grad for parameter in model.parameters()])) > 1000
+    gradients = [gradient_of(parameter) for parameter in model.parameters()]
+    assert torch.isfinite(torch.stack([gradient.norm() for gradient in gradients])).all()
+    assert len(pickle.dumps(gradients)) > 1000
 
 
 def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -428,10 +437,143 @@ def test_an_update_that_cannot_be_taken_back_ends_the_loop() -> None:
     """Clipping that begins later: parameters were updated by then, and going on would hide it."""
 
     def later(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        (clipping if step == 3 else plain)(model, optimizer, step)
+        (clipping if step == 25 else plain)(model, optimizer, step)
 
     with pytest.raises(RefusalError, match="parameters have been updated with the gradients so far"):
-        trained(later, asks={1: "--release-grads"})
+        trained(later, 30, asks={1: "--release-grads"})
+
+
+def skipping(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    if step % 2:
+        optimizer.step()
+
+
+def evaluating_between(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    with torch.no_grad():
+        model(batch(step)[0])
+    optimizer.step()
+
+
+def changed_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    inputs, targets = batch(step)
+    optimizer.zero_grad()
+    cross_entropy(model(inputs).mul_(2), targets).backward()
+    optimizer.step()
+
+
+def recomputed(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    inputs, targets = batch(step)
+    optimizer.zero_grad()
+    cross_entropy(checkpoint(model, inputs, use_reentrant=False), targets).backward()
+    optimizer.step()
+
+
+def traced(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model.eval()
+    torch.jit.trace(model, batch(step)[0])
+    model.train()
+    plain(model, optimizer, step)
+
+
+def hooked(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """A hook that is to see gradients as they are."""
+    seen: list[torch.Tensor] = []
+    hook = model.get_submodule("wide").register_full_backward_hook(lambda _part, _into, out: seen.append(out[0]))
+    plain(model, optimizer, step)
+    hook.remove()
+    assert seen[0].abs().max() < 1
+
+
+@pytest.mark.parametrize("rescue", [False, True], ids=["", "rescued"])
+@pytest.mark.parametrize(
+    ("later", "plan", "why"),
+    [
+        (clipping, "--release-grads", "the loop takes the norm of all gradients"),
+        (reading_after, "--release-grads", "the loop uses gradients after optimizer.step()"),
+        (accumulating, "--release-grads", "the loop does not drop the gradients of the step before"),
+        (scheduling_before, "--release-grads", "the loop changes the optimizer's settings"),
+        (skipping, "--release-grads", "the loop drops gradients after backward() without a step"),
+        (evaluating_between, "--release-grads", "the loop calls the model between backward() and step()"),
+        (penalized, "--fp16", "the loss goes through a call of Net by its output and past it as well"),
+        (changed_in_place, "--fp16", ""),
+        (hooked, "--fp16", "Net has a backward hook (wide)"),
+        (recomputed, "--bf16", ""),
+        (traced, "--precision pure-bf16", "the loop traces Net"),
+    ],
+)
+def test_what_begins_in_a_later_step_does_not_end_the_loop(later: Loop, plan: str, why: str, rescue: bool) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        (later if step >= 4 else plain)(model, optimizer, step)
+
+    untouched, _, _ = trained(loop, 8, rescue=rescue)
+    values, heard, _ = trained(loop, 8, asks={1: plan}, rescue=rescue)
+    if plan == "--release-grads":
+        assert same(values, untouched)
+    assert all(torch.allclose(one, other, rtol=0.1, atol=0.01) for one, other in zip(values, untouched, strict=True))
+    # of a guarded call all gradients go one way, as it is one function
+    is_refused = bool(why) and not (rescue and plan == "--fp16" and "past it" in why)
+    assert [label for label, _ in heard.refused] == [plan] * is_refused
+    assert not is_refused or why in heard.refused[0][1]
+
+
+def shown(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def zeroing_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    backward(model, step)
+    optimizer.step()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def showing_seldom(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    if step % 100 == 99:
+        shown(model)
+    optimizer.step()
+
+
+def clipping_seldom(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    if step % 100 == 99:
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "where"),
+    [(showing_seldom, "shown, line "), (clipping_seldom, "clipping_seldom, line "), (zeroing_by_hand, "")],
+)
+def test_what_the_loops_code_may_do_later_is_read_when_a_plan_is_clicked(loop: Loop, where: str) -> None:
+    _, heard, _ = trained(loop, asks={1: "--release-grads"})
+    assert [said for _, said in heard.refused] == (
+        [said for _, said in heard.refused if f"the loop's code may use gradients in a later step ({where}" in said]
+    )
+    assert bool(heard.refused) is bool(where)
+
+
+def test_what_is_measured_while_a_loop_is_watched_is_forgotten() -> None:
+    """A click on --release-grads: its first twenty steps keep gradients, and are none of its measurement."""
+    model = nn.Sequential(nn.Linear(16, 512), *(nn.Linear(512, 512) for _ in range(40)), nn.Linear(512, 3))
+    workload = Workload(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    meter = Meter(model, workload.optimizers, device_for(torch.device("cpu")))
+    with fit(workload, "", [meter]) as session:
+        for step in range(30):
+            if step == 3:
+                session.switching.ask(Plan.parse("--release-grads"))
+            plain(model, workload.optimizers[0], step)
+        as_written = meter.measurement(Plan())
+        released = meter.measurement(Plan.parse("--release-grads"))
+    assert released.peak_allocated_bytes < 0.7 * as_written.peak_allocated_bytes
+    assert len(released.step_seconds) < 10
 
 
 def test_only_the_last_plan_is_given_up() -> None:

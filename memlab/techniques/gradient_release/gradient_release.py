@@ -9,7 +9,10 @@ Numbered rules of the mechanism:
    that make one backward pass per step and do nothing with gradients in between. Whether a loop is one is not to be
    seen from outside, so the *first step of each optimizer is watched*: it keeps its gradients to the end, as without
    this technique, and a loop that is none gets a `RefusalError` before anything is different from the loop as written.
-   The step itself frees them as it goes, so that fresh moments take the place of gradients.
+   The step itself frees them as it goes, so that fresh moments take the place of gradients. Where the plan is on trial, as one is that
+   a running loop was given by a click, twenty steps are watched, and the loop's code is read (`foreseen`): what a loop does now and
+   then only, as showing the norm of gradients or clipping from some step on, is met before an update cannot be taken back. What is
+   measured meanwhile is forgotten.
    The watch begins at the model's call; gradients of steps without one (a loop that calls parts of the model) are kept.
 3. Refused are: a second backward pass before the step (accumulation in the loop); gradients that are read or written
    between backward and step (clipping by the norm of all of them, a `GradScaler`); `autograd.grad` through the weights there; learning rates that are changed
@@ -40,8 +43,10 @@ The mechanism of torch: https://docs.pytorch.org/tutorials/intermediate/optimize
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -62,9 +67,12 @@ from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique, process_count
 from memlab.techniques.gradient_release import reasons
+from memlab.techniques.gradient_release.foreseen import use_of_gradients
 from memlab.techniques.gradient_release.groups import hear_no_more, hear_of_groups, hearing
 from memlab.techniques.gradient_release.watch import Gone, Watch, where
 from memlab.techniques.offload.spill import is_spilled
+
+_STEPS_ON_TRIAL = 20  # what loops do now and then, as logging, is mostly done within these
 
 Optimizer = torch.optim.Optimizer
 Settings = list[dict[str, Any]]
@@ -113,7 +121,9 @@ class GradientRelease(Technique):
         self._complete: set[int] = set()  # parameters whose gradient of this step is complete
         self._is_called_between = False  # the model, when some of them were
         self._steps: dict[Optimizer, _Step] = {}  # under way: from the first gradient to the end of `step()`
-        self._seen: set[Optimizer] = set()  # a whole step of theirs was watched
+        self._steps_to_watch = 0  # of each optimizer; known from the first call on
+        self._watched: Counter[Optimizer] = Counter()  # steps of theirs that were
+        self._releases = False  # whether that is over
         self._is_known = False
         self._is_broken = False
         self._is_withdrawn = False
@@ -135,7 +145,7 @@ class GradientRelease(Technique):
 
     @property
     def updates_in_backward(self) -> bool:  # type: ignore[override]
-        return not self._is_withdrawn and (bool(self._seen) or is_own_step())
+        return not self._is_withdrawn and (any(map(self._is_seen, self._watched)) or is_own_step())
 
     # -- whether it applies --------------------------------------------------------------------
 
@@ -185,7 +195,6 @@ class GradientRelease(Technique):
         hear_of_groups(self, undo)
         for parameter in workload.model.parameters():
             self._hear_of(parameter, undo)
-        self.notes.append(reasons.WATCHED)
         if self.plan.accumulation > 1:
             self.notes.append(reasons.SPLIT)
 
@@ -216,7 +225,7 @@ class GradientRelease(Technique):
         for parameter in _parameters_of(optimizer):
             self._owners.pop(id(parameter), None)
         self._close(optimizer)
-        self._seen.discard(optimizer)
+        self._watched.pop(optimizer, None)
 
     def _forget(self) -> None:
         self._watch_no_more()
@@ -255,7 +264,7 @@ class GradientRelease(Technique):
 
     def broken_off(self) -> None:
         self._forget()
-        self._seen.clear()
+        self._watched.clear()
         self._was_left = True
 
     def _notice_broken_pass(self) -> None:
@@ -283,6 +292,8 @@ class GradientRelease(Technique):
         self._was_called = True
         self._is_called_between |= bool(self._complete)
         self._is_known = is_own_step()
+        if not self._is_known:
+            self._begin_watching()
         if self._used and not self._is_known and self._watched_thread is not _this_thread():
             raise self._refusal(
                 "the loop goes on in another thread, and whether it has dropped the gradients of the step before was not seen",
@@ -297,10 +308,33 @@ class GradientRelease(Technique):
             self._watch_loop()
         return output
 
+    def _begin_watching(self) -> None:
+        if not self._steps_to_watch:
+            is_clicked = self.host.on_trial() and not self.host.of_rescue()
+            if is_clicked and (use := use_of_gradients(sys._getframe())) is not None:
+                raise RefusalError(self.field, reasons.FORESEEN.format(use=use), reasons.LEAVE_OUT)
+            self._steps_to_watch = _STEPS_ON_TRIAL if is_clicked else 1
+            self.notes.append(reasons.watching(self._steps_to_watch))
+        elif not self._releases and all(map(self._is_seen, self._updating())):
+            self._releases = True
+            if self._steps_to_watch > 1:
+                self.host.took_effect()
+
+    def _is_seen(self, optimizer: Optimizer) -> bool:
+        return self._watched[optimizer] >= self._steps_to_watch > 0
+
+    def _updating(self) -> set[Optimizer]:
+        return {optimizer for optimizer in self._owners.values() if optimizer is not None}
+
     def _gradients_there(self) -> Iterator[int]:
         """Parameters whose gradient has values already, of those whose step is watched, by id."""
-        watched = {optimizer for optimizer in self._owners.values() if optimizer is not None} - self._seen
-        own = (p for optimizer in watched for p in _parameters_of(optimizer) if id(p) not in self._gone)
+        own = (
+            p
+            for optimizer in self._updating()
+            if not self._is_seen(optimizer)
+            for p in _parameters_of(optimizer)
+            if id(p) not in self._gone
+        )
         there = [(id(p), p.grad) for p in own if p.grad is not None and not p.grad.is_sparse]
         if there:
             home = there[0][1].device
@@ -338,7 +372,7 @@ class GradientRelease(Technique):
             step = self._steps.get(optimizer) or self._begin_step(optimizer)
             self._hear_of_its_end()
             self._complete.add(id(parameter))
-            if optimizer in self._seen or self._is_known:
+            if self._is_seen(optimizer) or self._is_known:
                 step.add(parameter)
                 if step.waiting_bytes >= step.share_bytes:
                     self._release(optimizer, step)
@@ -424,7 +458,7 @@ class GradientRelease(Technique):
                 parameter.grad = torch.zeros_like(parameter)  # the loop has zeroed it, and moments and decay go on
 
     def bucket_updated(self, optimizer: Optimizer, parameters: Any) -> None:
-        if not (self._is_known or optimizer in self._seen) and self.host.on_trial():
+        if not (self._is_known or self._is_seen(optimizer)) and self.host.on_trial():
             return  # whether the loop drops them itself is seen in the next step
         for parameter in parameters:
             if id(parameter) in self._complete:
@@ -434,8 +468,8 @@ class GradientRelease(Technique):
         hear_no_more(self)  # where the change to this plan was taken back, nothing has undone it
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        if optimizer in self._steps and not self._is_known and optimizer not in self._seen:
-            self._seen.add(optimizer)
+        if optimizer in self._steps and not self._is_known:
+            self._watched[optimizer] += 1
         self._was_left = False
         if not self._is_known:
             self._used |= self._complete.intersection(map(id, _parameters_of(optimizer)))

@@ -7,7 +7,6 @@ import sys
 from memlab.techniques.base import HOLDS_GRADIENTS
 from memlab.techniques.gradient_release.watch import is_memlab, where
 
-WATCHED = "the first step of the loop is watched and keeps its gradients; from the second on they are freed in the backward pass"
 SPLIT = "with --accumulate gradients are complete after the last micro-batch, and held until then"
 SHARED = "gradients of parameters that a second optimizer has got are kept from then on"
 USE_ACCUMULATE = "hand over the whole batch and use --accumulate N, or leave --release-grads out"
@@ -20,6 +19,7 @@ FREED = "--release-grads has freed those of the last step"
 FREED_EARLY = "--release-grads frees those of a step in its backward pass"
 UPDATED = "; parameters have been updated with the gradients so far"
 LEAVE_OUT_BEFORE = "leave it out, or %memfit undo, before a step whose gradients are looked at"
+FORESEEN = "the loop's code may use gradients in a later step ({use}), when they are gone"
 USED_BETWEEN = "the loop uses gradients between backward() and optimizer.step()"
 CLIPPED = (
     "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",
@@ -36,6 +36,16 @@ WRITTEN_LATER = (
     LEAVE_OUT,
 )
 HELD = (f"{HOLDS_GRADIENTS}, which would be freed under it", LEAVE_OUT)
+
+
+def watching(steps: int) -> str:
+    """Say what becomes of gradients in the first steps of a loop."""
+    first = (
+        "step of the loop is watched and keeps its"
+        if steps == 1
+        else f"{steps} steps of the loop are watched and keep their"
+    )
+    return f"the first {first} gradients; from then on they are freed in the backward pass"
 
 
 def what_is_done() -> tuple[str, str]:

@@ -14,7 +14,8 @@ Numbered rules:
    steps it doubles. (The rules of `torch.amp.GradScaler`.) A loop that updates by hand has no step to skip: there gradients
    are looked at when a backward pass ends, and become zero.
 5. Gradients that the loop takes itself (`torch.autograd.grad`) are not scaled: it has no step that could be skipped, and would
-   find what a scale that is still too large has made infinite.
+   find what a scale that is still too large has made infinite. Nor is a backward pass that turns out to go both ways, to a
+   parameter through a call and past it, where the plan is on trial: that step is made without scaling, and the plan before comes back.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.graphs import are_batched
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.workload import Workload
 
@@ -44,7 +46,7 @@ class LossScale:
     def __init__(self) -> None:
         # factor by which gradients are multiplied on entering the backward pass; a power of two
         self.scale = FIRST_SCALE
-        self._is_taken = False  # whether the loop takes the gradients of the backward pass under way itself
+        self._is_taken = False  # whether gradients of the backward pass under way are not scaled
         self._is_off: bool | None = None  # whether the loop sees to its precision itself; known from the first call on
         self._good_steps = 0
         self._sums: list[torch.Tensor] = []
@@ -55,13 +57,17 @@ class LossScale:
         # hooks of parameters, which a graph may keep, are not to keep the model
         self._workload: Callable[[], Workload | None] = lambda: None
         self._note: Callable[[], Callable[[str], None] | None] = lambda: None
+        self._withdraw: Callable[[], Callable[[RefusalError], bool] | None] = lambda: None
         self._name = ""
         # for each backward pass under way: nodes up to the calls, and those of the calls
         self._outside: list[_Nodes] = []
 
-    def watch(self, workload: Workload, note: Callable[[str], None], undo: ExitStack) -> None:
-        """Unscale every parameter's gradient before it is accumulated."""
+    def watch(
+        self, workload: Workload, note: Callable[[str], None], withdraw: Callable[[RefusalError], bool], undo: ExitStack
+    ) -> None:
+        """Unscale every parameter's gradient before it is accumulated; `withdraw` is `Host.withdraw`."""
         self._name, self._workload, self._note = workload.name, weakref.ref(workload), weakref.WeakMethod(note)
+        self._withdraw = weakref.WeakMethod(withdraw)
         undo.callback(self._sums.clear)
         self._all = [weakref.ref(parameter) for parameter in workload.model.parameters()]
         undo.callback(self._unwatch)
@@ -146,11 +152,8 @@ class LossScale:
             yield  # a pass in the middle of a call, whose gradients are scaled
             return
         if not accumulates:
-            before, self._is_taken = self._is_taken, True
-            try:
+            with self._unscaled():
                 yield
-            finally:
-                self._is_taken = before
             if within is None:
                 self._look_at_update_by_hand(())
             return
@@ -161,8 +164,11 @@ class LossScale:
         found = {key: leaf for key, leaf in leaves.items() if id(vars(leaf)) not in known}
         hooked = found.keys() | {*map(id, own)}
         ends = {key: places for key, node in past.items() if (places := _places(node, hooked))}
-        if ends:
-            self._refuse_both_ways(past.keys() & inside.keys())
+        if ends and past.keys() & inside.keys():
+            self._refuse_both_ways()
+            with self._unscaled():
+                yield
+            return
         hooks = [past[key].register_hook(partial(_multiplied, places, self.scale)) for key, places in ends.items()]
         hooks += map(self._unscaled_first, found.values())
         self._outside.append(past | calls)
@@ -174,6 +180,14 @@ class LossScale:
                 hook.remove()
         if within is None:
             self._look_at_update_by_hand(found.values())
+
+    @contextmanager
+    def _unscaled(self) -> Iterator[None]:
+        before, self._is_taken = self._is_taken, True
+        try:
+            yield
+        finally:
+            self._is_taken = before
 
     def _look_at_update_by_hand(self, found: Iterable[torch.Tensor]) -> None:
         workload = self._workload()
@@ -199,17 +213,20 @@ class LossScale:
         if (note := self._note()) is not None:
             note("gradients were not finite: they were set to zero, as no optimizer's step could be skipped")
 
-    def _refuse_both_ways(self, both_ways: Collection[int]) -> None:
-        if both_ways:
-            raise RefusalError(
-                "precision",
-                f"the loss goes through a call of {self._name} by its output and past it as well (by a gradient of a gradient, or by a "
-                "tensor that the call leaves elsewhere): --fp16 scales the one and not the other",
-                "use --bf16",
-            )
+    def _refuse_both_ways(self) -> None:
+        refusal = RefusalError(
+            "precision",
+            f"the loss goes through a call of {self._name} by its output and past it as well (by a gradient of a gradient, or by a "
+            "tensor that the call leaves elsewhere): --fp16 scales the one and not the other",
+            "use --bf16",
+        )
+        withdraw = self._withdraw()
+        if withdraw is None or not withdraw(refusal):
+            raise refusal
 
     def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if self._is_off or gradient is None:  # of a parameter that a call has not used
+        # none for a parameter that a call has not used; several at once are the loop's own, which are not scaled
+        if self._is_off or gradient is None or are_batched([gradient]):
             return gradient
         true_gradient = gradient / self.factor
         # the sum of a gradient is finite when all of it is: one cheap pass, read at the step
@@ -252,7 +269,7 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, scale: LossScale, enters: bool) -> torch.Tensor:
         ctx.scale, ctx.enters = scale, enters
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view: the loop may write to an output in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -194,7 +194,7 @@ class PrecisionChoice(Technique):
             case Precision.TF32:
                 _set_matmul_precision("high", undo)
             case Precision.FP16:
-                self._scaler.watch(workload, self.note_once, undo)
+                self._scaler.watch(workload, self.note_once, self._withdraw, undo)
             case Precision.PURE_BF16:
                 for optimizer in workload.optimizers:
                     self._moments.expect(optimizer)
@@ -210,6 +210,9 @@ class PrecisionChoice(Technique):
         for (_, table, name, _), value in zip(places, raised, strict=True):
             table[name] = value
 
+    def _withdraw(self, refusal: RefusalError) -> bool:
+        return self.host.withdraw(refusal)
+
     def _at_home(self, tensors: Sequence[Any]) -> ExitStack:
         return at_home(self.host.techniques(), tensors, updates=True)
 
@@ -221,8 +224,13 @@ class PrecisionChoice(Technique):
         model = self._model()
         if self._pure is not None and model is not None:
             self._refuse_hooks_together(model)
+        if torch._C._current_graph_task_id() != -1:
+            # run again by the loop's own checkpointing, which ends it by an exception
+            return self._lowered(call, args, kwargs)
         model = None if self._is_looked_at else model
         if model is None or all(part in self._known for part in model.modules()):
+            if model is not None and self._is(Precision.FP16):
+                refuse_backward_hooks(self._name, model)
             try:
                 output = self._lowered(call, args, kwargs)
             except Exception as error:
