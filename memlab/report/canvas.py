@@ -1,7 +1,8 @@
 """The sheet that static pictures are drawn on: its colours, its axes, and the PNG it becomes.
 
 Drawn on matplotlib's own Agg canvas: pyplot, its registry of open figures and the user's `rcParams`
-are neither used nor changed. The background is opaque, so a picture reads on a dark page too.
+are neither used nor changed. There is no background, and text and lines have colours with the same contrast to white and
+to a dark theme: a picture is at home on a light and on a dark page, whatever shows it.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from memlab.extras import require
-from memlab.report.segments import ordered, swatch
+from memlab.report.segments import BUDGET, NEUTRAL_INK, ordered, swatch
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
-PAPER = "#FCFCFB"
-INK = "#22262B"
-FAINT = "#6B7178"
-GRID = "#E3E4E6"
-BUDGET = "#B3261E"
+INK = NEUTRAL_INK
+GRID = "#80808040"
+GAP = "#FFFFFF"  # of hatches, and around marks
 FONT = "DejaVu Sans"  # comes with matplotlib: the same picture on every machine
 # what is predicted, as a stroke through a bar
 _STROKE: dict[str, Any] = {"color": INK, "linewidth": 1.3, "linestyle": (0, (2, 1.2))}
@@ -40,7 +42,7 @@ def paper(height_inches: float, title: str = "") -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DOTS_PER_INCH, facecolor=PAPER)
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DOTS_PER_INCH, facecolor="none")
     figure.set_layout_engine("none")  # whatever the user's rcParams ask for
     FigureCanvasAgg(figure)
     lines = "\n".join(textwrap.wrap(title, _TITLE_CHARACTERS))
@@ -54,7 +56,7 @@ def head_inches(title: str) -> float:
     return 0.74 + 0.19 * max(0, len(textwrap.wrap(title, _TITLE_CHARACTERS)) - 1)
 
 
-def encode(figure: Figure, *, has_small_marks: bool = False, **about: str) -> bytes:
+def encode(figure: Figure, **about: str) -> bytes:
     """PNG bytes with a palette: a notebook holds a picture per receipt, and flat colours need no more."""
     # Pillow comes with matplotlib
     from PIL import Image, PngImagePlugin
@@ -62,22 +64,33 @@ def encode(figure: Figure, *, has_small_marks: bool = False, **about: str) -> by
     # the canvas is asked, not `savefig`: that one follows the user's rcParams
     canvas: Any = figure.canvas
     canvas.draw()
-    pixels = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
-    # of two ways to choose a palette: a few small marks keep their colour under maximum coverage
-    method = Image.Quantize.MAXCOVERAGE if has_small_marks else Image.Quantize.MEDIANCUT
-    palette = pixels.quantize(_COLOURS, method, dither=Image.Dither.NONE)
+    palette, places = _with_palette(np.asarray(canvas.buffer_rgba()))
+    picture = Image.fromarray(places)
+    picture.putpalette(palette.tobytes(), "RGBA")
     texts = PngImagePlugin.PngInfo()
     for name, text in about.items():
         latin = text.replace("−", "-").replace("–", "-").encode("latin-1", "replace").decode("latin-1")
         texts.add_text(name.capitalize(), latin)  # PNG's texts are Latin-1
     buffer = io.BytesIO()
-    palette.save(buffer, "png", optimize=True, pnginfo=texts, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
+    picture.save(buffer, "png", optimize=True, pnginfo=texts, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))
     return buffer.getvalue()
+
+
+def _with_palette(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The most frequent colours, and for each pixel the place of the nearest: Pillow's own ways drop what is transparent or rare."""
+    height, width, _ = pixels.shape
+    pixels = pixels.copy()
+    pixels[..., 3] = pixels[..., 3] // 16 * 17  # steps of edges that nobody sees, in place of rare colours
+    packed, inverse, counts = np.unique(pixels.view(np.uint32), return_inverse=True, return_counts=True)
+    colours = packed.view(np.uint8).reshape(-1, 4)
+    palette = colours[np.argsort(-counts, kind="stable")[:_COLOURS]]
+    distances = np.abs(colours[:, None].astype(np.int16) - palette).sum(axis=-1)
+    return palette, distances.argmin(axis=1).astype(np.uint8)[inverse].reshape(height, width)
 
 
 def plain(axes: Axes) -> None:
     """Axes without frame and ticks."""
-    axes.set_facecolor(PAPER)
+    axes.set_facecolor("none")
     axes.set_axisbelow(True)
     axes.grid(visible=False)
     for spine in axes.spines.values():
@@ -87,7 +100,7 @@ def plain(axes: Axes) -> None:
 
 def label_x(axes: Axes, text: str) -> None:
     """Say what the horizontal axis counts."""
-    axes.set_xlabel(text, fontsize=9, color=FAINT, family=FONT, loc="left")
+    axes.set_xlabel(text, fontsize=9, color=INK, family=FONT, loc="left")
 
 
 def say(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
@@ -101,11 +114,9 @@ def stacked_bar(
 ) -> None:
     """Draw bytes by category one behind the other, in units of `unit` bytes."""
     end = 0.0
-    # paper below pale bars, so that no line of the grid shines through
-    axes.barh(place, sum(parts.values()) / unit, thick, color=PAPER)
     for name in ordered({*parts}):
         drawn, size = swatch(name), parts[name] / unit
-        axes.barh(place, size, thick, left=end, color=drawn.colour, hatch=drawn.hatch, edgecolor=PAPER, linewidth=0.7,
+        axes.barh(place, size, thick, left=end, color=drawn.colour, hatch=drawn.hatch, edgecolor=GAP, linewidth=0,
                   alpha=alpha)  # fmt: skip
         end += size
 
@@ -142,7 +153,7 @@ def patches(names: Iterable[str], *, alpha: float | None = None, predicted: bool
     for name in names:
         drawn = swatch(name)
         handles.append(
-            Patch(facecolor=drawn.colour, hatch=drawn.hatch, edgecolor=PAPER, linewidth=0, label=name, alpha=alpha)
+            Patch(facecolor=drawn.colour, hatch=drawn.hatch, edgecolor=GAP, linewidth=0, label=name, alpha=alpha)
         )
     return [*handles, *([Line2D([], [], label="predicted", **_STROKE)] if predicted else [])]
 

@@ -17,7 +17,7 @@ from memlab.records.ablation import Ablation, Step
 from memlab.records.comparison import Comparison
 from memlab.records.ranks import PredictedRanks
 from memlab.report import ablation, canvas, ranks
-from memlab.report.segments import categories_of, finite, scale, segments
+from memlab.report.segments import BUDGET, categories_of, finite, scale, segments
 from memlab.report.text import summary
 from memlab.report.wording import flag_lines, rate, then_change
 from memlab.units import format_bytes
@@ -57,10 +57,6 @@ class _Row:
     @property
     def inches(self) -> float:
         return _LINE_INCHES * (max(_LEAST_LINES, sum(map(len, self.lines))) + 1.2)
-
-    @property
-    def ink(self) -> str:
-        return canvas.FAINT if self.is_pale else canvas.INK
 
 
 def png(comparison: Comparison) -> bytes:
@@ -194,12 +190,12 @@ def _draw_memory(
     axes.set_xlim(0, most_bytes / size * 1.34)
     for row, place in zip(rows, places, strict=True):
         canvas.stacked_bar(axes, place, row.parts, size, thick=_THICK, alpha=_PALE if row.is_pale else None)
-        style: dict[str, Any] = {"color": _FOUND, "fontweight": "bold"} if row.fits else {"color": row.ink}
+        style: dict[str, Any] = {"color": _FOUND, "fontweight": "bold"} if row.fits else {}
         reach_bytes = max(row.end_bytes, row.predicted_bytes or 0, row.before_bytes or 0)
         if row.ran_out:
-            outline: dict[str, Any] = {"edgecolor": canvas.BUDGET, "linewidth": 1.2, "linestyle": (0, (3, 2))}
+            outline: dict[str, Any] = {"edgecolor": BUDGET, "linewidth": 1.2, "linestyle": (0, (3, 2))}
             axes.barh(place, row.end_bytes / size, _THICK, facecolor="none", **outline)
-            style, reach_bytes = {"color": canvas.BUDGET}, 0
+            style, reach_bytes = {"color": BUDGET}, 0
         if row.predicted_bytes is not None:
             canvas.mark_predicted(axes, row.predicted_bytes / size, place, 0.66 * _THICK)
         if row.before_bytes is not None:
@@ -226,11 +222,11 @@ def _draw_throughput(axes: Axes, rows: Sequence[_Row], places: Sequence[float], 
         if row.per_second is None:
             continue
         spread = row.per_second * row.spread
-        axes.barh(place, row.per_second, _SPEED_THICK, color="#9AA5B1", edgecolor=canvas.PAPER, linewidth=0.7,
+        axes.barh(place, row.per_second, _SPEED_THICK, color="#9AA5B1", linewidth=0,
                   alpha=_PALE if row.is_pale else None)  # fmt: skip
-        axes.errorbar(row.per_second, place, xerr=spread, fmt="none", ecolor=row.ink, elinewidth=1.1, capsize=3,
+        axes.errorbar(row.per_second, place, xerr=spread, fmt="none", ecolor=canvas.INK, elinewidth=1.1, capsize=3,
                       capthick=1.1)  # fmt: skip
-        canvas.say(axes, row.per_second + spread + most * 0.03, place, row.speed_text, color=row.ink)
+        canvas.say(axes, row.per_second + spread + most * 0.03, place, row.speed_text)
     axes.set_xlim(0, most * 1.6)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -240,10 +236,10 @@ def _draw_throughput(axes: Axes, rows: Sequence[_Row], places: Sequence[float], 
 def _write_label(axes: Axes, row: _Row, place: float) -> None:
     """A row's flags, and its words below them, at the left."""
     flags, words = row.lines
-    lines = [*((line, 9.5, row.ink) for line in flags), *((line, 8, canvas.FAINT) for line in words)]
+    lines = [*((line, 9.5) for line in flags), *((line, 8) for line in words)]
     top = place - _LINE_INCHES * (len(lines) - 1) / 2
-    for number, (line, size, colour) in enumerate(lines):
+    for number, (line, size) in enumerate(lines):
         axes.annotate(
             line, (0.012, top + _LINE_INCHES * number), xycoords=("figure fraction", "data"), va="center", fontsize=size,
-            color=colour, family=canvas.FONT, annotation_clip=False, parse_math=False,
+            color=canvas.INK, family=canvas.FONT, annotation_clip=False, parse_math=False,
         )  # fmt: skip

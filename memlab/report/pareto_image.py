@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from memlab.report import canvas
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _Box = tuple[float, float, float, float]
+_Mark = tuple[float, float, int]  # where it is, and how bad it is to hide it
 # with more points than this, intervals are drawn for the front alone
 _MOST_INTERVALS = 40
 _OPEN = {"markerfacecolor": "none"}
@@ -30,13 +32,13 @@ def png(chart: Chart) -> bytes:
     axes.set_xlim(0, chart.most_bytes / unit * 1.06)
     axes.set_ylim(0, chart.most_per_second * 1.12)
     canvas.label_x(axes, f"{chart.memory_name}, {name}")
-    axes.set_ylabel(SPEED_NAME, fontsize=9, color=canvas.FAINT, family=canvas.FONT, loc="top")
+    axes.set_ylabel(SPEED_NAME, fontsize=9, color=canvas.INK, family=canvas.FONT, loc="top")
     if chart.points:
         _draw(axes, chart, unit)
     else:
-        canvas.say(axes, 0.5, 0.5, "no speed was predicted", ha="center", color=canvas.FAINT, transform=axes.transAxes)
+        canvas.say(axes, 0.5, 0.5, "no speed was predicted", ha="center", color=canvas.INK, transform=axes.transAxes)
     canvas.legend(figure, _handles(chart), 0.93)
-    return canvas.encode(figure, has_small_marks=True, title=chart.title, description=chart.description)
+    return canvas.encode(figure, title=chart.title, description=chart.description)
 
 
 def _draw(axes: Axes, chart: Chart, unit: int) -> None:
@@ -70,7 +72,7 @@ def _draw_points(axes: Axes, points: list[Point], look: PointLook, unit: int) ->
         chosen = [point for point in points if point.on_front is on_front]
         axes.plot(
             [point.memory_bytes / unit for point in chosen], [point.per_second for point in chosen], linestyle="",
-            marker=look.marker, markersize=6.5 if on_front else 4.5, markerfacecolor=canvas.PAPER if on_front else "none",
+            marker=look.marker, markersize=6.5 if on_front else 4.5, markerfacecolor="none",
             markeredgecolor=look.colour, markeredgewidth=1.6 if on_front else 0.9, alpha=None if on_front else 0.7,
             zorder=4 if on_front else 2,
         )  # fmt: skip
@@ -84,7 +86,7 @@ def _draw_trial(axes: Axes, trial: Trial, unit: int) -> None:
     if trial.predicted is not None:
         steps = (trial.predicted.memory_bytes / unit, at[0]), (trial.predicted.per_second, at[1])
         axes.plot(*steps, color=MEASURED.colour, linewidth=1.2, linestyle=(0, (2, 1)), zorder=5)
-    full: dict[str, Any] = {"color": MEASURED.colour, "markeredgecolor": canvas.PAPER, "markeredgewidth": 0.8}
+    full: dict[str, Any] = {"color": MEASURED.colour, "markeredgecolor": canvas.GAP, "markeredgewidth": 0.8}
     axes.plot(*at, marker="o", markersize=7.5, zorder=6, **full)
     if trial.is_found:
         ring: dict[str, Any] = {**_OPEN, "markeredgecolor": FOUND_RING, "markeredgewidth": 2.4}
@@ -92,12 +94,16 @@ def _draw_trial(axes: Axes, trial: Trial, unit: int) -> None:
 
 
 def _label(axes: Axes, chart: Chart, unit: int) -> None:
-    """Names beside some marks, where they hide the fewest others."""
+    """Names beside some marks, where they hide the fewest others and no line, if that can be."""
     transform = axes.transLimits
-    marks = [
+    marks: list[_Mark] = [
         (*transform.transform((p.memory_bytes / unit, p.per_second)), 5 if p.on_front else 1) for p in chart.points
     ]
     marks += [(*transform.transform((t.place[0] / unit, t.place[1])), 5) for t in chart.trials]
+    in_axes = axes.transAxes.inverted()
+    for line in axes.lines:
+        if line.get_linestyle() != "None":
+            marks += _along(in_axes.transform(line.get_transform().transform(line.get_path().vertices)).tolist())
     places = {point.plan: (point.memory_bytes / unit, point.per_second) for point in chart.points}
     places |= {t.plan: (t.memory_bytes / unit, t.per_second) for t in chart.trials if t.is_found and not t.ran_out}
     taken: list[_Box] = []
@@ -112,12 +118,22 @@ def _label(axes: Axes, chart: Chart, unit: int) -> None:
                 _write_label(axes, (at[0], at[1]), best, lines)
 
 
+def _along(corners: Sequence[Sequence[float]]) -> list[_Mark]:
+    """Points on a line, closer to each other than a label is high."""
+    found: list[_Mark] = []
+    for (left, low), (right, high) in pairwise(corners):
+        parts = max(1, round(max(abs(right - left), abs(high - low)) / 0.01))
+        steps = [part / parts for part in range(parts + 1)]
+        found += [(left + (right - left) * step, low + (high - low) * step, 1) for step in steps]
+    return found
+
+
 def _boxes(x: float, y: float, lines: list[str]) -> list[_Box]:
     """Places for a label around a mark, the nearest first, as left, bottom, right, top in shares of the axes."""
     # a character is about 0.0062 of the axes wide, a line 0.04 high
     wide, tall = max(map(len, lines)) * 0.0062, len(lines) * 0.04
     found = []
-    for far in (0.028, 0.075, 0.14, 0.22):
+    for far in (0.028, 0.075, 0.14, 0.22, 0.3):
         for left in (x, x - wide, x - wide / 2):
             found += [(left, y + far, left + wide, y + far + tall), (left, y - far - tall, left + wide, y - far)]
         found += [(x + far / 2, y - tall / 2, x + far / 2 + wide, y + tall / 2)]
@@ -125,7 +141,7 @@ def _boxes(x: float, y: float, lines: list[str]) -> list[_Box]:
     return [box for box in found if box[0] > 0.003 and box[1] > 0.01 and box[2] < 0.997 and box[3] < 0.985]
 
 
-def _hidden(box: _Box, marks: list[tuple[float, float, int]]) -> int:
+def _hidden(box: _Box, marks: list[_Mark]) -> int:
     return sum(
         weight for x, y, weight in marks if box[0] - 0.006 < x < box[2] + 0.006 and box[1] - 0.012 < y < box[3] + 0.012
     )
@@ -134,12 +150,11 @@ def _hidden(box: _Box, marks: list[tuple[float, float, int]]) -> int:
 def _write_label(axes: Axes, at: tuple[float, float], box: _Box, lines: list[str]) -> None:
     nearest = (min(max(at[0], box[0]), box[2]), min(max(at[1], box[1]), box[3]))
     if abs(nearest[1] - at[1]) > 0.05 or abs(nearest[0] - at[0]) > 0.03:
-        line: dict[str, Any] = {"transform": axes.transAxes, "color": canvas.FAINT, "linewidth": 0.8, "zorder": 3}
+        line: dict[str, Any] = {"transform": axes.transAxes, "color": canvas.INK, "linewidth": 0.8, "zorder": 3}
         axes.plot([at[0], nearest[0]], [at[1], nearest[1]], **line)
     axes.annotate(
         "\n".join(lines), (box[0], (box[1] + box[3]) / 2), xycoords="axes fraction", ha="left", va="center", fontsize=8.5, color=canvas.INK, family=canvas.FONT,
-        linespacing=1.1, zorder=7, bbox={"facecolor": canvas.PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.4},
-        parse_math=False,
+        linespacing=1.1, zorder=7, parse_math=False,
     )  # fmt: skip
 
 

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# how far predicted layers are mixed with the paper
+# how far predicted layers are mixed with the page
 _PREDICTED_ALPHA = 0.5
-_PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "#F3F3F2"}
+_PHASES = {Phase.FORWARD: "#DDE3EA", Phase.BACKWARD: "#B9C3CF", Phase.STEP: "#8894A3", Phase.OTHER: "none"}
+_INK_ON_PHASES = "#22262B"
 _HEAD_INCHES, _TITLE_INCHES, _STEP_INCHES, _FOOT_INCHES, _HEIGHT_ALONE = 0.54, 0.15, 2.3, 0.5, 4.3
 
 
@@ -31,7 +32,7 @@ def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
     figure = canvas.paper(_HEIGHT_ALONE, heading(profile))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
-    canvas.say(axes, 0.5, 0.5, no_timeline(profile), ha="center", color=canvas.FAINT)
+    canvas.say(axes, 0.5, 0.5, no_timeline(profile), ha="center", color=canvas.INK)
     return _encoded(figure, heading(profile))
 
 
@@ -99,7 +100,7 @@ def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float) -
     for category in categories_of(live):
         top = [base + part.get(category, 0) / unit for base, part in zip(floor, live, strict=True)]
         look = swatch(category)
-        axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=canvas.PAPER,
+        axes.fill_between(seconds, floor, top, step="post", facecolor=look.colour, hatch=look.hatch, edgecolor=canvas.GAP,
                           linewidth=0, alpha=_PREDICTED_ALPHA if is_predicted else None)  # fmt: skip
         floor = top
     if is_predicted:
@@ -108,15 +109,13 @@ def _draw_layers(axes: Axes, profile: Profile, most_bytes: int, factor: float) -
     axes.set_ylim(0, most_bytes / unit * 1.14)
     axes.grid(visible=True, axis="y", color=canvas.GRID, linewidth=0.8, linestyle="-")
     axes.tick_params(labelbottom=False)
-    axes.set_ylabel(f"memory allocated, {name}", fontsize=9, color=canvas.FAINT, family=canvas.FONT, loc="top")
+    axes.set_ylabel(f"memory allocated, {name}", fontsize=9, color=canvas.INK, family=canvas.FONT, loc="top")
 
 
 def _mark_peak(axes: Axes, timeline: Sequence[TimelinePoint], unit: int, factor: float) -> None:
     peak = max(timeline, key=lambda point: point.total_bytes)
     at = (peak.seconds * factor, peak.total_bytes / unit)
-    axes.plot(
-        *at, marker="o", markersize=6, markerfacecolor=canvas.PAPER, markeredgecolor=canvas.INK, markeredgewidth=1.4
-    )
+    axes.plot(*at, marker="o", markersize=6, markerfacecolor="none", markeredgecolor=canvas.INK, markeredgewidth=1.4)
     is_late = peak.seconds > timeline[-1].seconds * 0.6
     axes.annotate(
         f"peak {format_bytes(peak.total_bytes)} in the {peak.phase.words}", at, xytext=(-9 if is_late else 9, 7),
@@ -127,9 +126,9 @@ def _mark_peak(axes: Axes, timeline: Sequence[TimelinePoint], unit: int, factor:
 def _draw_phases(axes: Axes, timeline: Sequence[TimelinePoint], factor: float, whole_seconds: float) -> None:
     for stretch in stretches(timeline):
         start, length = stretch.start_seconds * factor, (stretch.stop_seconds - stretch.start_seconds) * factor
-        axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], edgecolor=canvas.PAPER, linewidth=0.6)
+        axes.barh(0, length, 1, left=start, color=_PHASES[stretch.phase], linewidth=0)
         if label := _phase_label(stretch, whole_seconds):
-            canvas.say(axes, start + length / 2, 0, label, ha="center", fontsize=8.5)
+            canvas.say(axes, start + length / 2, 0, label, ha="center", fontsize=8.5, color=_INK_ON_PHASES)
     axes.set_ylim(-0.5, 0.5)
     axes.set_yticks([])
 

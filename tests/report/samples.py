@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from itertools import product
+from typing import Any
+
+import pytest
 
 from memlab.plan import Plan
 from memlab.records import Measurement, Phase, Prediction, TimelinePoint, out_of_memory
@@ -157,3 +161,40 @@ def found() -> FoundPlan:
     )
     proven = replace(measurement(good, 1.9, 2.3), peak_allocated_bytes=int(3.87 * GIB), device="NVIDIA H100")
     return FoundPlan("gpt2 124M · AdamW · cuda:0", 4 * GIB, Plan.parse(good), proven, (failed, proven), predictions)
+
+
+def on_page(png: bytes, page: str = "#FFFFFF") -> Any:
+    """A picture as a page of this colour shows it."""
+    pictures = pytest.importorskip("PIL.Image")
+    drawn = pictures.open(io.BytesIO(png)).convert("RGBA")
+    shown = pictures.new("RGBA", drawn.size, page)
+    shown.alpha_composite(drawn)
+    return shown.convert("RGB")
+
+
+def share_of(colour: str, png: bytes, near: int = 8) -> float:
+    """Share of a picture's pixels in nearly this colour, on a white page."""
+    picture = on_page(png)
+    found = (
+        count
+        for count, value in picture.getcolors(maxcolors=2**24)
+        if max(abs(a - b) for a, b in zip(value, channels(colour), strict=True)) <= near
+    )
+    return float(sum(found)) / (picture.width * picture.height)
+
+
+def channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def luminance(colour: str) -> float:
+    """How light a colour is, as WCAG 2 defines it."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in channels(colour))
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

@@ -17,7 +17,7 @@ from memlab.records import Category, Measurement, Phase, TimelinePoint
 from memlab.records.comparison import Comparison
 from memlab.report import image, timeline_image
 from memlab.report.canvas import paper
-from memlab.report.segments import REST, segments, stretches, swatch
+from memlab.report.segments import BUDGET, REST, segments, stretches, swatch
 from memlab.units import GIB
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -28,14 +28,6 @@ def opened(png: bytes):  # type: ignore[no-untyped-def]  # PIL's type, which an 
     return pictures.open(io.BytesIO(png))
 
 
-def share_of(colour: str, png: bytes) -> float:
-    """Share of a picture's pixels in exactly this colour."""
-    wanted = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    picture = opened(png).convert("RGB")
-    found = {value: count for count, value in picture.getcolors(maxcolors=2**24)}
-    return float(found.get(wanted, 0)) / (picture.width * picture.height)
-
-
 def test_a_row_more_makes_the_picture_higher_not_wider() -> None:
     small, large = opened(image.png(samples.comparison())), opened(image.png(samples.crowded()))
     assert small.width == large.width == 1584
@@ -43,11 +35,17 @@ def test_a_row_more_makes_the_picture_higher_not_wider() -> None:
     assert len(image.png(samples.crowded())) < 200_000
 
 
-def test_the_background_is_opaque_and_light() -> None:
+@pytest.mark.parametrize("page", ["#FFFFFF", "#111111"])
+def test_pictures_are_at_home_on_pages_of_either_theme(page: str) -> None:
     for png in (image.png(samples.comparison()), timeline_image.png(samples.measurement("as written", 2, 1))):
-        corner = opened(png).convert("RGBA").getpixel((2, 2))
-        assert corner[3] == 255
-        assert min(corner[:3]) > 245
+        shown = samples.on_page(png, page)
+        counts = sorted(((count, value) for count, value in shown.getcolors(2**24)), reverse=True)
+        ground = "#{:02X}{:02X}{:02X}".format(*counts[0][1])
+        assert ground == page == "#{:02X}{:02X}{:02X}".format(*shown.getpixel((2, 2)))
+        # the title is all that stands there
+        inks = {value for _, value in shown.crop((0, 0, shown.width, 30)).getcolors(2**16)}
+        best = max(samples.contrast(page, "#{:02X}{:02X}{:02X}".format(*ink)) for ink in inks)
+        assert best == pytest.approx(4.3, abs=0.2)
 
 
 def test_area_of_a_colour_follows_its_bytes() -> None:
@@ -55,7 +53,7 @@ def test_area_of_a_colour_follows_its_bytes() -> None:
         parts = {Category.PARAMETERS: GIB, Category.ACTIVATIONS: activations_bytes}
         base = Measurement("as written", "cpu", 8 * GIB, None, 0, {Category.PARAMETERS: 8 * GIB}, (), (1.0,), 1, 0)
         tested = replace(base, plan="--fp16", peak_allocated_bytes=sum(parts.values()), breakdown=parts)
-        return share_of(swatch(Category.ACTIVATIONS).colour, image.png(Comparison("t", (base, tested))))
+        return samples.share_of(swatch(Category.ACTIVATIONS).colour, image.png(Comparison("t", (base, tested))))
 
     assert of(0) < of(GIB) / 10  # the legend's swatch is not drawn either
     assert of(4 * GIB) == pytest.approx(2 * of(2 * GIB), rel=0.2)
@@ -85,9 +83,9 @@ def test_timelines_are_drawn(micro_batches: int) -> None:
     measurement = samples.measurement("--accumulate 4", 2, 1, micro_batches)
     png = timeline_image.png(measurement, budget_bytes=3 * GIB)
     assert opened(png).size == (1584, 619)
-    assert share_of(swatch(Category.ACTIVATIONS).colour, png) > 0.05
-    assert share_of("#B3261E", png) > 0.0005  # the budget line
-    assert share_of("#B3261E", timeline_image.png(measurement)) == 0
+    assert samples.share_of(swatch(Category.ACTIVATIONS).colour, png) > 0.05
+    assert samples.share_of(BUDGET, png) > 0.0005  # the budget line
+    assert samples.share_of(BUDGET, timeline_image.png(measurement)) == 0
 
 
 def test_steps_together_share_their_scales() -> None:
@@ -96,9 +94,9 @@ def test_steps_together_share_their_scales() -> None:
     assert opened(png).text["Description"] == "as written peaks at 5.79 GiB; --accumulate 4 peaks at 3.25 GiB"
     assert opened(png).height > opened(timeline_image.png(one)).height
     # on a scale of its own a step alone would fill its frame with activations, however few they are
-    assert share_of(swatch(Category.ACTIVATIONS).colour, timeline_image.together_png([one, one])) > 1.3 * share_of(
-        swatch(Category.ACTIVATIONS).colour, png
-    )
+    assert samples.share_of(
+        swatch(Category.ACTIVATIONS).colour, timeline_image.together_png([one, one])
+    ) > 1.3 * samples.share_of(swatch(Category.ACTIVATIONS).colour, png)
 
 
 def test_a_short_step_beside_a_long_one_names_only_phases_that_have_room() -> None:

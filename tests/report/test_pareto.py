@@ -9,25 +9,13 @@ import pytest
 import samples
 
 from memlab.records import Fit
-from memlab.report import pareto, pareto_image, timeline_image
+from memlab.report import canvas, pareto, pareto_image, timeline_image
 from memlab.report.pareto import LOOKS, MEASURED, MOST_POINTS
 from memlab.report.ranking import pareto_front
+from memlab.report.segments import BUDGET
 from memlab.units import GIB
 
 LATTICE = samples.plan_space()
-
-
-def share_of(colour: str, png: bytes, near: int = 24) -> float:
-    """Share of a picture's pixels in nearly this colour."""
-    pictures = pytest.importorskip("PIL.Image")
-    wanted = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    picture = pictures.open(io.BytesIO(png)).convert("RGB")
-    found = (
-        count
-        for count, value in picture.getcolors(maxcolors=2**24)
-        if max(abs(a - b) for a, b in zip(value, wanted, strict=True)) <= near
-    )
-    return float(sum(found)) / (picture.width * picture.height)
 
 
 def test_a_cloud_is_thinned_but_not_its_front() -> None:
@@ -47,14 +35,7 @@ def test_marks_differ_in_shape_as_well_as_in_colour() -> None:
 
 @pytest.mark.parametrize("look", [*LOOKS.values(), MEASURED], ids=lambda look: look.name)
 def test_colours_read_on_light_and_dark(look: pareto.PointLook) -> None:
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    for background in ("#FFFFFF", "#111111"):
-        low, high = sorted((luminance(look.colour), luminance(background)))
-        assert (high + 0.05) / (low + 0.05) > 3
+    assert all(samples.contrast(look.colour, page) > 3 for page in ("#FFFFFF", "#111111"))
 
 
 def test_trials_are_connected_with_what_predicted_them() -> None:
@@ -92,9 +73,9 @@ def test_the_picture() -> None:
     assert len(png) < 100_000
     assert opened.text["Description"].startswith("Memory against throughput.")
     for look in (LOOKS[Fit.YES], LOOKS[Fit.NO], MEASURED):
-        assert share_of(look.colour, png) > 0.0003
-    assert share_of("#B3261E", png) > 0.0003  # the budget line
-    assert share_of("#B3261E", pareto_image.png(pareto.chart(LATTICE[:30])), near=8) == 0
+        assert samples.share_of(look.colour, png, near=24) > 0.0003
+    assert samples.share_of(BUDGET, png) > 0.0003  # the budget line
+    assert samples.share_of(BUDGET, pareto_image.png(pareto.chart(LATTICE[:30]))) == 0
 
 
 def test_nothing_predicted_is_still_a_picture() -> None:
@@ -118,5 +99,21 @@ def test_the_static_step_of_a_prediction_is_paler() -> None:
     points = samples.timeline(3.0, 2)
     predicted = timeline_image.png(replace(samples.prediction("--accumulate 2", 5, 1), timeline=points))
     measured = timeline_image.png(samples.measurement("--accumulate 2", 3.0, 1, 2))
-    assert share_of("#CC79A7", measured, near=4) > 0.05
-    assert share_of("#CC79A7", predicted, near=4) < 0.001
+    assert samples.share_of("#CC79A7", measured, near=4) > 0.05
+    assert samples.share_of("#CC79A7", predicted, near=4) < 0.001
+
+
+def test_names_in_the_picture_stand_beside_lines_and_not_on_them() -> None:
+    pytest.importorskip("matplotlib")
+    chart = pareto.found_chart(samples.found())
+    axes = canvas.paper(5.2).add_axes((0.065, 0.105, 0.92, 0.745))
+    axes.set_xlim(0, chart.most_bytes / GIB)
+    axes.set_ylim(0, chart.most_per_second * 1.12)
+    pareto_image._draw(axes, chart, GIB)
+    axes.figure.canvas.draw()
+    names = [each for each in axes.texts if each.get_text().startswith(("--", "as written"))]
+    assert len(names) == len(chart.labelled)
+    boxes = [each.get_window_extent() for each in names]
+    drawn = [line for line in axes.lines if line.get_linestyle() != "None"]
+    paths = [line.get_transform().transform_path(line.get_path()) for line in drawn]
+    assert not any(path.intersects_bbox(box, filled=False) for path in paths for box in boxes)
