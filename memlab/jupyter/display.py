@@ -7,7 +7,6 @@ All are static: a saved notebook needs no kernel, no widget and no script to sho
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,8 +58,9 @@ class PredictedPlans:
     @property
     def table(self) -> Table:
         return tables.predictions(
-            self.predictions, self.budget_bytes, title=self.title, every=self.every, how_to_see_all=_HOW_TO_SEE_ALL
-        )
+            self.predictions, self.budget_bytes, title=self.title, every=self.every, how_to_see_all=_HOW_TO_SEE_ALL,
+            measurements=self.measurements,
+        )  # fmt: skip
 
     @property
     def png(self) -> bytes | None:
@@ -156,5 +156,5 @@ def show_picture(shell: Any, shown: Any, config: MemLab) -> None:
     picture = _picture_with_text(shown, config) if is_rich(shell) else None
     if picture is not None:
         png, about = picture
-        formats = {"image/png": b64encode(png).decode(), "text/plain": about["alt"]}
-        show(formats, raw=True, metadata={"image/png": about})
+        formats, metadata = showing.picture(png, about["alt"])
+        show(formats, raw=True, metadata=metadata)

@@ -10,7 +10,7 @@ from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, prediction_of, ratio
 from memlab.records.measurement import Shown
-from memlab.units import format_bytes, format_change
+from memlab.units import format_bytes, format_change, format_seconds
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,24 @@ def _doubts(measurement: Measurement, prediction: Prediction | None) -> Iterator
         if needed in (low, high):
             needed, low, high = (f"{size:,} B" for size in sizes)
         yield f"not as predicted: {needed} is outside {low} to {high}"
+    if prediction is not None and is_of_other_speed(measurement, prediction):
+        took, low, high = map(format_seconds, (measurement.median_step_seconds, *prediction.interval_seconds))
+        yield f"not as predicted: a step took {took}, which is outside {low} to {high}"
 
 
 def has_left_interval(measurement: Measurement, prediction: Prediction) -> bool:
     """Return whether a measured peak lies where the prediction did not expect it."""
     low, high = prediction.interval_bytes
     return measurement.fits and not low <= measurement.needed_bytes <= high
+
+
+def is_of_other_speed(measurement: Measurement, prediction: Prediction) -> bool:
+    """Return whether steps took longer or less long than the prediction expected, by more than they differ; never of a single step."""
+    if len(measurement.step_seconds) < 2 or not measurement.is_warm or not math.isfinite(prediction.step_seconds):
+        return False
+    median, (shortest, longest) = measurement.median_step_seconds, prediction.interval_seconds
+    apart = median * measurement.spread
+    return median - apart > longest or median + apart < shortest
 
 
 def _other_batches(measurement: Measurement, first: Measurement | Prediction) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from memlab.records import Measurement, Prediction
+from memlab.records import Measurement
 from memlab.records.ablation import Ablation, Step
+from memlab.records.comparison import has_left_interval
 from memlab.report.segments import segments
 from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
-from memlab.report.wording import NOTHING, bytes_or_nothing, change, peak, rate, speed
+from memlab.report.tables import predicted_speed
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, mark_means, peak, predicted, rate, speed
 from memlab.units import format_bytes
 
 PEAK = "peak allocated"
@@ -35,7 +37,8 @@ def table(ablation: Ablation) -> Table:
         row(columns, step, below=step.row.what, fits=step.is_first_to_fit, is_left_out=not step.row.kept)
         for step in ablation.steps
     )
-    return Table(heading(ablation), columns, rows, (sentence(ablation), *ablation.events, *_keys(ablation)))
+    means = mark_means(each.texts for each in rows)
+    return Table(heading(ablation), columns, rows, (sentence(ablation), *ablation.events, *_keys(ablation), *means))
 
 
 def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
@@ -45,7 +48,7 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
     return wanted(
         Column[Step]("technique", technique, ColumnKind.PLAN),
         Column(PEAK, _of_measured(peak, "refused"), bar=_memory_bar, group="memory"),
-        Column("predicted", _of_predicted(lambda p: format_bytes(p.peak_allocated_bytes)), group="memory",
+        Column("predicted", _predicted_peak, group="memory",
                is_wanted=any(each.prediction for each in ablation.rows)),
         Column("vs before", lambda step: change(step.memory_before), group="memory"),
         Column("vs first", lambda step: change(step.memory_first), group="memory"),
@@ -55,7 +58,7 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
                is_wanted=any(each.host_bytes for each in measured)),
         Column(unit(ablation), _of_measured(lambda m: speed(m, ablation.speed(m))), group="throughput",
                bar=lambda step: Bar({"": ablation.speed(step.row.ran) if step.row.ran else 0.0}, BarLook.SPEED)),
-        Column("predicted", _of_predicted(lambda p: rate(ablation.speed(p))), group="throughput", is_wanted=has_times),
+        Column("predicted", lambda step: _predicted_speed(ablation, step), group="throughput", is_wanted=has_times),
         Column("vs before", lambda step: change(step.speed_before), group="throughput"),
         Column("vs first", lambda step: change(step.speed_first), group="throughput"),
         Column("verdict", lambda step: step.verdict, ColumnKind.NOTE),
@@ -116,8 +119,19 @@ def _of_measured(write: Callable[[Measurement], str], refused: str = NOTHING) ->
     return lambda step: write(step.row.measurement) if step.row.measurement is not None else refused
 
 
-def _of_predicted(write: Callable[[Prediction], str]) -> Callable[[Step], str]:
-    return lambda step: write(step.row.prediction) if step.row.prediction is not None else NOTHING
+def _predicted_peak(step: Step) -> str:
+    prediction, ran = step.row.prediction, step.row.ran
+    if prediction is None:
+        return NOTHING
+    is_off = ran is not None and has_left_interval(ran, prediction)
+    return predicted(format_bytes(prediction.peak_allocated_bytes), came_otherwise=is_off)
+
+
+def _predicted_speed(ablation: Ablation, step: Step) -> str:
+    prediction = step.row.prediction
+    return (
+        NOTHING if prediction is None else predicted_speed(prediction, step.row.ran, rate(ablation.speed(prediction)))
+    )
 
 
 def _has_time(step: Step) -> bool:

@@ -1,8 +1,8 @@
 """Tables as HTML that lives on in a saved notebook: inline styles, no script, either theme.
 
 Colours of text and lines derive from the page (`currentColor`, translucent grey), so the table
-reads on a light and on a dark page. Where styles are stripped, a plain table with every number
-remains; the bars, which repeat numbers, are the only thing lost.
+reads on a light and on a dark page. Where styles are stripped (GitHub), a plain table with every number
+remains, and in the place of a bar stands in words what its colours show.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
 _WHOLE = re.compile(r"\([^()]*\d[^()]*\)|(± )?[^ ()]+ (%|[KMGT]?i?B)(?= |$)")
 _NOWRAP = '<span style="white-space:nowrap">{}</span>'
 _RULE = "rgba(128,128,128,.35)"
-_WRAPPER = "overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
+_WRAPPER = (
+    "container-type:inline-size;overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
+)
 _TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:inherit"
 # a table may be narrower than its title, which then stays on one line
 _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit;white-space:nowrap"
-_CELL = f"padding:5px 14px 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
-_NOTE = f"{_CELL};padding-top:0;max-width:60em;text-align:left;white-space:normal"
+_CELL = f"padding:5px 1cqw 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
+_NOTE = f"{_CELL};padding-top:0;text-align:left;white-space:normal"
+# not wider than what is to be seen of a table that is scrolled sideways
+_IN_SIGHT = "position:sticky;left:0;max-width:min(60em,100cqw)"
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600"
 # notebooks give code a ground and room of its own
 _CODE = (
     "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
 )
-_BAR = "display:flex;height:8px;margin-top:4px;width:clamp(70px,18vw - 100px,170px)"  # shorter on a narrow page
+# shorter beside many columns and on a narrow page; its words are for pages without styles
+_BAR = "display:flex;height:8px;margin-top:4px;width:clamp(70px,100cqw - {}px,170px);font-size:0"
+_COLUMN_PIXELS = 95  # that a column without a bar takes, about
 # what is predicted is paler and dashed, in every picture
 _PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
@@ -42,7 +48,7 @@ _GREY = "#9AA5B1"
 _FITS = "rgba(0,158,115,.14)"
 _BADGE = "color:inherit;border:1px solid #009E73;border-radius:9px;padding:0 7px;font-size:11px;white-space:nowrap"
 _ONE_LINE_CHARACTERS = 20
-_OVER = "padding:0 14px 2px 0;text-align:left;font-weight:400;opacity:.75;background:transparent;border:0"
+_OVER = "padding:0 1cqw 2px 0;text-align:left;font-weight:400;opacity:.75;background:transparent;border:0"
 _OF_CATEGORIES = (BarLook.MEASURED, BarLook.PREDICTED)
 _KEY = "display:inline-block;width:10px;height:10px;margin-right:5px"
 
@@ -63,7 +69,7 @@ def table(content: Table) -> str:
         # numbers are set flush right, but for those that have a bar below them
         side = "right" if column.kind is ColumnKind.NUMBER and not bars else "left"
         scale = max((sum(bar.parts.values()) for bar in bars), default=0.0)
-        columns.append(_Placed(column, f"text-align:{side}", scale))
+        columns.append(_Placed(column, f"text-align:{side}", scale, _BAR.format(_COLUMN_PIXELS * len(content.columns))))
         drawn += [bar.parts for bar in bars if bar.look in _OF_CATEGORIES]
     rows = "".join(_row(columns, each) for each in content.rows)
     headed = [each for each in columns if each.column.kind is not ColumnKind.NOTE]
@@ -79,11 +85,12 @@ def table(content: Table) -> str:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A column as it is drawn: to which side its texts are flush, and what a whole bar stands for."""
+    """A column as it is drawn: to which side its texts are flush, what a whole bar stands for, and how long it is."""
 
     column: Column[Any]
     side: str
     scale: float
+    bar: str
 
 
 def _heads(columns: Sequence[_Placed]) -> str:
@@ -115,7 +122,10 @@ def _row(columns: Sequence[_Placed], each: TableRow) -> str:
         for of, text, bar in zip(columns, each.texts, each.bars, strict=True)
         if of.column.kind is not ColumnKind.NOTE
     ]
-    below = "".join(f'<td colspan="{len(cells)}" style="{_NOTE}">{_unbroken(note)}</td>' for note in notes)
+    below = "".join(
+        f'<td colspan="{len(cells)}" style="{_NOTE}"><div style="{_IN_SIGHT}">{_unbroken(note)}</div></td>'
+        for note in notes
+    )
     style = f"background:{_FITS if each.fits else 'transparent'}{';opacity:.65' if each.is_left_out else ''}"
     return "".join(f'<tr style="{style}">{content}</tr>' for content in ("".join(cells), below) if content)
 
@@ -127,7 +137,7 @@ def _cell(of: _Placed, text: str, bar: Bar | None, rule: str) -> str:
         content, wraps = _WHOLE.sub(_NOWRAP.format(r"\g<0>"), escape(text)), ""
     elif of.column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS:
         wraps = ";min-width:12em"
-    return f'<td style="{_CELL};{of.side}{rule}{wraps}">{content}{_bar(bar, of.scale) if bar is not None else ""}</td>'
+    return f'<td style="{_CELL};{of.side}{rule}{wraps}">{content}{_bar(bar, of) if bar is not None else ""}</td>'
 
 
 def _plan_cell(plan: str, each: TableRow, rule: str) -> str:
@@ -138,24 +148,25 @@ def _plan_cell(plan: str, each: TableRow, rule: str) -> str:
         if each.below
         else ""
     )
-    style = f"{_CELL};text-align:left;font-weight:400;min-width:{19 if each.below else 10}em{rule}"
+    style = f"{_CELL};text-align:left;font-weight:400;min-width:{14 if each.below else 10}em{rule}"
     return f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(plan)}</code>{mark}{below}</th>'
 
 
-def _bar(bar: Bar, scale: float) -> str:
-    width = f"width:{100 * sum(bar.parts.values()) / max(1e-12, scale):.2f}%"
+def _bar(bar: Bar, of: _Placed) -> str:
+    whole = sum(bar.parts.values())
+    width = f"width:{100 * whole / max(1e-12, of.scale):.2f}%"
     if bar.look is BarLook.TOO_SMALL:
-        return f'<div aria-hidden="true" style="{_BAR}"><span style="{width};border:1px dashed #D9534F"></span></div>'
+        return f'<div aria-hidden="true" style="{of.bar}"><span style="{width};border:1px dashed #D9534F"></span></div>'
     if bar.look is BarLook.SPEED:
-        return f'<div aria-hidden="true" style="{_BAR};width:90px"><span style="{width};background-color:{_GREY}"></span></div>'
+        return f'<div aria-hidden="true" style="{of.bar};max-width:90px"><span style="{width};background-color:{_GREY}"></span></div>'
     spoken = ", ".join(f"{name} {format_bytes(size)}" for name, size in bar.parts.items())
     pieces = "".join(
         f'<span title="{escape(name)} {format_bytes(size)}" '
-        f'style="width:{100 * size / max(1, scale):.2f}%;background-color:{swatch(name).colour};'
-        'box-shadow:inset -1px 0 rgba(255,255,255,.7)"></span>'
+        f'style="width:{100 * size / max(1, of.scale):.2f}%;background-color:{swatch(name).colour};'
+        f'box-shadow:inset -1px 0 #fffb">{escape(name)} {100 * size / max(1, whole):.0f} % </span>'
         for name, size in bar.parts.items()
     )
-    look = f"{_BAR};{_PREDICTED}" if bar.look is BarLook.PREDICTED else _BAR
+    look = f"{of.bar};{_PREDICTED}" if bar.look is BarLook.PREDICTED else of.bar
     return f'<div role="img" aria-label="{escape(spoken)}" style="{look}">{pieces}</div>'
 
 

@@ -69,12 +69,12 @@ def pareto_front(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
     return tuple(front)
 
 
-def shown(ranking: Ranking, *, every: bool = False) -> tuple[Prediction, ...]:
-    """The rows worth reading: all of a short list; of a long one the Pareto-optimal plans and the best of each verdict."""
+def shown(ranking: Ranking, measured: Iterable[str] = (), *, every: bool = False) -> tuple[Prediction, ...]:
+    """The rows worth reading: all of a short list; of a long one the Pareto-optimal plans, the best of each verdict and those measured."""
     if every or len(ranking.others) < MOST_ROWS:
         return ranking.every
     front = _spread([each for each in ranking.others if each.plan in ranking.front], _MOST_OF_FRONT)
-    kept = {ranking.first.plan, *(each.plan for each in front), *best_of_each_verdict(ranking)}
+    kept = {ranking.first.plan, *(each.plan for each in front), *best_of_each_verdict(ranking), *measured}
     return tuple(each for each in ranking.every if each.plan in kept)
 
 

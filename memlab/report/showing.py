@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from functools import singledispatch
+from html import escape
 from typing import Any
 
 from memlab.records import Measurement, Prediction
@@ -50,3 +52,13 @@ def html_of(record: Any) -> str | None:
     """Return a record as HTML; None where its text is all there is."""
     table = table_of(record)
     return None if table is None else html.table(table)
+
+
+def picture(png: bytes, alt: str) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Return a picture in the formats that pages show, and what they are told about them.
+
+    It is HTML as well: JupyterLab gives no alternative text to a picture that it makes of PNG itself.
+    """
+    data = b64encode(png).decode()
+    shown = f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}" style="max-width:100%;height:auto">'
+    return {"text/html": shown, "image/png": data, "text/plain": alt}, {"image/png": {"alt": alt}}

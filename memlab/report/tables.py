@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
 from memlab.records import Measurement, Prediction, prediction_of, speed_of
-from memlab.records.comparison import Comparison, FoundPlan, has_left_interval
+from memlab.records.comparison import Comparison, FoundPlan, has_left_interval, is_of_other_speed
 from memlab.records.comparison import Row as Compared
 from memlab.report.ranking import Ranking, counts, rank, refusals, shown, verdict_words
 from memlab.report.segments import ordered, segments
 from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
-from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, peak, rate, speed
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, mark_means, peak, predicted, rate, speed
 from memlab.units import format_bytes, format_seconds
 
 FRONT_MARK = "•"
@@ -59,8 +59,8 @@ def _predicted(each: Compared) -> str:
     """The peak that was predicted; marked where the measured one is outside of the interval."""
     if each.prediction is None:
         return NOTHING
-    mark = "≠ " if has_left_interval(each.measurement, each.prediction) else ""
-    return mark + format_bytes(each.prediction.peak_allocated_bytes)
+    is_off = has_left_interval(each.measurement, each.prediction)
+    return predicted(format_bytes(each.prediction.peak_allocated_bytes), came_otherwise=is_off)
 
 
 def _of_models(measurements: Sequence[Measurement]) -> tuple[Table, ...]:
@@ -90,7 +90,7 @@ def of_texts(
 
 
 def predictions(
-    predicted: Sequence[Prediction],  # in any order; the plan as written is what the others are compared with
+    given: Sequence[Prediction],  # in any order; the plan as written is what the others are compared with
     budget_bytes: int | None = None,  # what they are to fit into; None leaves out the verdicts
     *,
     title: str = "",  # what was predicted; by default the device
@@ -98,25 +98,24 @@ def predictions(
     # verdict
     every: bool = False,
     how_to_see_all: str = "every=True shows them",  # said where rows are left out
+    measurements: Sequence[Measurement] = (),  # of plans that ran already
 ) -> Table:
     """Reduce predictions to the table that people read, the best first."""
-    ranking = rank(predicted, budget_bytes)
-    heading = _heading(predicted, budget_bytes, title)
+    ranking = rank(given, budget_bytes)
+    heading = _heading(given, budget_bytes, title)
     if ranking is None:
-        return Table(heading, foot=_refused_lines(predicted) or ("no plan was predicted",))
-    rows = shown(ranking, every=every)
-    columns = _columns(ranking, rows)
+        return Table(heading, foot=_refused_lines(given) or ("no plan was predicted",))
+    measured = {each.plan: each for each in measurements if each.fits}
+    rows = shown(ranking, {*measured}, every=every)
+    columns = _columns(ranking, rows, measured)
     left_out = [each for each in ranking.every if each not in rows]
     foot = [_FRONT_MEANS] if _marks_front(ranking) else []
     if left_out:
         _, _, fits = counts(left_out, budget_bytes).partition(": ")
         foot.append(f"… and {len(left_out)} more{f' ({fits})' if fits else ''}; {how_to_see_all}")
-    return Table(
-        heading,
-        columns,
-        tuple(row(columns, each) for each in rows),
-        (*foot, *_refused_lines(predicted), *_note_lines(rows)),
-    )
+    written = tuple(row(columns, each) for each in rows)
+    means = mark_means(each.texts for each in written)
+    return Table(heading, columns, written, (*foot, *means, *_refused_lines(given), *_note_lines(rows)))
 
 
 def found(result: FoundPlan) -> Table:
@@ -124,9 +123,13 @@ def found(result: FoundPlan) -> Table:
     rows = []
     for number, each in enumerate(result.trials, 1):
         before = prediction_of(each.plan, result.predictions)
-        predicted = (format_bytes(before.needed_bytes), interval_speed(before)) if before else (NOTHING, NOTHING)
-        rows.append((str(number), each.plan, predicted[0], _needed(each), _off_by(each, before), predicted[1],
-                     speed(each), _outcome(result, each)))  # fmt: skip
+        needed, expected = NOTHING, NOTHING
+        if before is not None:
+            is_off = has_left_interval(each, before) and not _ran_out(each)
+            needed = predicted(format_bytes(before.needed_bytes), came_otherwise=is_off)
+            expected = predicted_speed(before, each, interval_speed(before))
+        rows.append((str(number), each.plan, needed, _needed(each), _off_by(each, before), expected, speed(each),
+                     _outcome(result, each)))  # fmt: skip
     has_reserved = any(each.peak_reserved_bytes is not None for each in result.trials)
     memory = "peak reserved" if has_reserved else "peak allocated"
     known = [each for each in result.predictions if not each.refused]
@@ -139,6 +142,7 @@ def found(result: FoundPlan) -> Table:
         words=("outcome",),
         foot=(
             found_sentence(result),
+            *mark_means(rows),
             f"predicted and measured are the {memory}; considered: {considered}",
             *_refused_lines(result.predictions),
         ),
@@ -213,7 +217,20 @@ def _marks_front(ranking: Ranking) -> bool:
     return len(ranking.others) > 1
 
 
-def _columns(ranking: Ranking, rows: Sequence[Prediction]) -> tuple[Column[Prediction], ...]:
+def predicted_speed(prediction: Prediction, measurement: Measurement | None, text: str) -> str:
+    """Write a predicted speed beside what was measured of its plan."""
+    return predicted(text, came_otherwise=measurement is not None and is_of_other_speed(measurement, prediction))
+
+
+def _measured_speed(measurement: Measurement | None, prediction: Prediction) -> str:
+    if measurement is None:
+        return NOTHING
+    return speed(measurement) if prediction.samples_per_step else format_seconds(measurement.median_step_seconds)
+
+
+def _columns(
+    ranking: Ranking, rows: Sequence[Prediction], measured: Mapping[str, Measurement]
+) -> tuple[Column[Prediction], ...]:
     first, budget_bytes = ranking.first, ranking.budget_bytes
     speeds = any(map(speed_of, rows))
     unit = "samples/s" if any(each.samples_per_step for each in rows) else "step time"
@@ -228,7 +245,9 @@ def _columns(ranking: Ranking, rows: Sequence[Prediction]) -> tuple[Column[Predi
         Column("vs first", lambda each: _versus(each.needed_bytes, first.needed_bytes, each is first)),
         Column("offloaded", lambda each: bytes_or_nothing(each.host_bytes or None),
                is_wanted=any(each.host_bytes for each in rows)),
-        Column(unit, interval_speed, is_wanted=speeds),
+        Column(unit, lambda each: predicted_speed(each, measured.get(each.plan), interval_speed(each)), is_wanted=speeds),
+        Column("measured", lambda each: _measured_speed(measured.get(each.plan), each),
+               is_wanted=speeds and any(each.plan in measured for each in rows)),
         Column("vs first", lambda each: _versus(speed_of(each), speed_of(first), each is first), is_wanted=speeds),
         Column("verdict", lambda each: verdict_words(each, budget_bytes or 0), ColumnKind.WORDS,
                is_wanted=budget_bytes is not None),

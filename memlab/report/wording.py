@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 
 from memlab.records import Measurement
 from memlab.units import format_bytes, format_change
 
 NOTHING = "–"
+_OTHERWISE = "≠ "
 
 
 def flags(plan: str) -> list[str]:
@@ -89,6 +91,17 @@ def speed(measurement: Measurement, per_second: float | None = None) -> str:
     if timed > 1 and math.isfinite(measurement.spread):
         text += f" ± {round(measurement.spread * 100)} %"
     return text if measurement.is_settled else f"{text} ({timed} timed)"
+
+
+def predicted(text: str, *, came_otherwise: bool) -> str:
+    """A prediction; marked where the measured value has left its interval."""
+    return f"{_OTHERWISE if came_otherwise else ''}{text}"
+
+
+def mark_means(rows: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return what the mark of a prediction means, where one of the rows has it."""
+    is_used = any(text.startswith(_OTHERWISE) for texts in rows for text in texts)
+    return (f"{_OTHERWISE}measured outside of what was predicted",) if is_used else ()
 
 
 def drift(share: float | None) -> str:

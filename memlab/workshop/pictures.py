@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memlab.records import Profile
-from memlab.report import text, timeline_image
+from memlab.report import showing, text, timeline_image
 from memlab.report.segments import heading
 from memlab.units import format_bytes
 
@@ -22,9 +23,10 @@ class Steps:
 
     __repr__ = __str__
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+    def _repr_mimebundle_(self, **_wanted: Any) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
         said = "; ".join(f"{heading(p)}: peak {format_bytes(p.peak_allocated_bytes)}" for p in self.profiles)
-        return timeline_image.together_png(self.profiles), {"alt": said}
+        formats, metadata = showing.picture(timeline_image.together_png(self.profiles), said)
+        return formats | {"text/plain": str(self)}, metadata
 
 
 def steps(*profiles: Profile) -> Steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 
 from memlab.jupyter import panel_page  # noqa: E402
 from memlab.records import Measurement  # noqa: E402
+from memlab.records.ablation import Ablation, AblationRow  # noqa: E402
 from memlab.records.comparison import Comparison  # noqa: E402
-from memlab.report import html, tables  # noqa: E402
-from memlab.units import MIB  # noqa: E402
+from memlab.report import ablation, html, tables  # noqa: E402
+from memlab.units import GIB, MIB  # noqa: E402
 from tests.browser.conftest import choose_theme  # noqa: E402
 from tests.jupyter.conftest import MAKE, TRAIN  # noqa: E402
 from tests.report import samples  # noqa: E402
@@ -141,3 +143,24 @@ def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any) -> None:
     wide = page.locator(".memlab-receipt").evaluate("each => [each.scrollWidth, each.clientWidth]")
     page.close()
     assert wide[0] <= wide[1] == 568
+
+
+def test_an_ablation_and_its_notes_fit_beside_the_side_bar(browser: Any) -> None:
+    """At 1440 px, with JupyterLab's side bar open, a cell has 988 px for a table with every column of an ablation."""
+    first = samples.measurement("as written", 9.1, 1310.0)
+    rows = [AblationRow("", "as written", "the loop as it is", first, samples.prediction("as written", 10.9, 4000.0))]
+    for technique in ("--checkpoint selective", "--offload activations", "--accumulate 4"):
+        measured = replace(
+            samples.measurement(technique, 2.0, 980.0), host_bytes=GIB, notes=("a note of many words",) * 9
+        )
+        what = "Checkpointing: every block instead of selective; same gradient"
+        rows.append(AblationRow(technique, technique, what, measured, samples.prediction(technique, 2.0, 4000.0)))
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    measure = """receipt => [receipt.scrollWidth, receipt.clientWidth, Math.max(...Array.from(
+        receipt.querySelectorAll("td[colspan] div"), note => note.getBoundingClientRect().right))]"""
+    for width, fits in ((988, True), (568, False)):
+        page.set_content(f'<div style="width:{width}px">{html.table(ablation.table(Ablation("t", tuple(rows))))}</div>')
+        wide, room, note = page.locator(".memlab-receipt").evaluate(measure)
+        assert (wide <= room == 988) is fits
+        assert note <= 8 + width  # notes are read without scrolling in any case
+    page.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from base64 import b64decode
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,13 @@ def test_progress_is_one_display_that_ends_empty(ran: dict[str, Any]) -> None:
 
 
 def test_a_report_adds_its_picture(ran: dict[str, Any]) -> None:
-    pictures = [o.data for o in ran["report"].outputs if {*o.get("data", {})} == {"image/png", "text/plain"}]
+    pictures = [o.data for o in ran["report"].outputs if o.get("data", {}).get("text/html", "").startswith("<img ")]
     assert len(pictures) == 1
     assert b64decode(pictures[0]["image/png"])[1:4] == b"PNG"
     assert len(pictures[0]["image/png"]) < 100_000
     shown = next(o for o in ran["report"].outputs if o.get("data") == pictures[0])
     assert shown.metadata["image/png"]["alt"] == pictures[0]["text/plain"]
+    assert f'alt="{escape(pictures[0]["text/plain"])}"' in pictures[0]["text/html"]
     assert pictures[0]["text/plain"].startswith("2 settings measured: as written peaks at ")
     assert len(receipts(ran["report"])) == 1
 

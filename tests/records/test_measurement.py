@@ -123,9 +123,15 @@ def test_a_busy_machine_and_a_missed_prediction_are_said() -> None:
     row = Comparison("t", (measured(waited_share=0.42),), predictions=(missed,)).rows[0]
     assert row.verdict == (
         "the machine was busy: training waited for a processor 42 % of the time; not as predicted: 1000 B is outside 890 B "
-        "to 910 B"
+        "to 910 B; not as predicted: a step took 500.0 ms, which is outside 1.00 s to 1.00 s"
     )
-    near = replace(missed, interval_bytes=(900, 1000))
+    near = replace(missed, interval_bytes=(900, 1000), interval_seconds=(0.6, 1.0))
+    assert [
+        each.verdict for each in Comparison("t", (measured(step_seconds=(0.45, 0.55, 0.5)),), (), (near,)).rows
+    ] == ["not as predicted: a step took 500.0 ms, which is outside 600.0 ms to 1.00 s"]
+    near = replace(near, interval_seconds=(0.52, 1.0))  # within what its steps differ by
+    assert Comparison("t", (measured(step_seconds=(0.45, 0.55, 0.5)),), (), (near,)).rows[0].verdict == ""
+    near = replace(near, interval_seconds=(0.5, 1.0))
     assert Comparison("t", (measured(waited_share=0.05),), predictions=(near,)).rows[0].verdict == ""
 
 

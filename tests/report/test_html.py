@@ -94,6 +94,13 @@ def test_bars_are_drawn_to_one_scale_and_spoken() -> None:
     )
 
 
+def test_without_styles_a_bar_is_said_in_words() -> None:
+    source = html.table(tables.comparison(samples.comparison()))
+    bars = [_Reader(bar).texts for bar in re.findall(r'<div role="img".*?</div>', source)]
+    assert "".join(bars[1]) == "parameters 9 % gradients 9 % optimizer state 18 % activations 55 % temporaries 8 % "
+    assert len(bars) == 4
+
+
 def test_what_the_last_cell_ran_is_marked_among_others() -> None:
     compared = samples.comparison()
     source = html.table(tables.comparison(replace(compared, latest=(compared.measurements[-1].plan,))))

@@ -82,13 +82,32 @@ gpt2 124M · AdamW · cuda:0 · budget 4.00 GiB
 trial  plan                      predicted    measured  off by  predicted samples/s  measured samples/s  outcome
 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
     1  --bf16 --chunk-loss        6.52 GiB  > 4.00 GiB       –          2.41 ± 18 %                   –  out of memory: Tried to allocate 393.00 MiB
-    2  --accumulate 2 --bf16      4.19 GiB    3.87 GiB  −7.7 %          2.38 ± 18 %          2.30 ± 3 %  fits, 133.1 MiB to spare; found
+    2  --accumulate 2 --bf16    ≠ 4.19 GiB    3.87 GiB  −7.7 %          2.38 ± 18 %          2.30 ± 3 %  fits, 133.1 MiB to spare; found
          --chunk-loss
 found --accumulate 2 --bf16 --chunk-loss: 3.87 GiB of 4.00 GiB, 133.1 MiB to spare, 2.30 ± 3 % samples/s, verified in 2 trials
+≠ measured outside of what was predicted
 predicted and measured are the peak allocated; considered: 300 plans: 245 fit, 1 uncertain, 54 do not fit, 132 refused
 refused: 72 plans, such as --adam8bit --offload optimizer: offload: the 8-bit state is small, and paged already; drop one of the two
 refused: 60 plans, such as --accumulate 8 --checkpoint: accumulation: --accumulate 8 needs at least 8 rows in a batch of GPT2, this one has 4"""
     )
+
+
+def test_what_ran_already_stands_beside_its_prediction() -> None:
+    ran = (
+        samples.measurement("--accumulate 2", 2, 1.29),
+        samples.measurement("--offload activations --chunk-loss", 2, 0.2),
+    )
+    table = tables.predictions(samples.plan_space(), 4 * GIB, measurements=ran)
+    heads = [column.title for column in table.columns]
+    rows = {each.texts[0]: dict(zip(heads, each.texts, strict=True)) for each in table.rows}
+    said = {plan: (rows[plan]["samples/s"], rows[plan]["measured"]) for plan in (each.plan for each in ran)}
+    assert said == {
+        "--accumulate 2": ("1.29 ± 18 %", "1.29 ± 3 %"),
+        "--offload activations --chunk-loss": ("≠ 0.89 ± 18 %", "0.20 ± 2 %"),
+    }
+    assert rows["as written"]["measured"] == "–"
+    assert "≠ measured outside of what was predicted" in table.foot
+    assert "measured" not in [column.title for column in tables.predictions(samples.plan_space()).columns]
 
 
 def test_a_trial_that_was_measured_above_the_budget() -> None:
