@@ -228,6 +228,7 @@ class LineMagic:
                 tell(f"{session.workload.name} is as written from {'here' if is_here else 'the next step'} on")
                 continue
             session.undo()
+            self._notebook.control_of(model).steering.undone()
             history = self._notebook.histories.get(model)
             if history is not None:
                 history.batch = history.tape = None

@@ -80,6 +80,7 @@ class Control(Observer):
         if session.steps < self.feed.step and self.model.session is not session:
             with self.loop.lock:
                 self.feed.begin_anew()
+                self.loop.pending_changes.forget_past()
         self.model.follow(session)
         self.loop.pending_changes.plan = session.plan
         if session.pending is not None:

@@ -101,6 +101,10 @@ class PendingChanges:
         self.plan, self.target = plan, None
         self._toggles.clear()
 
+    def forget_past(self) -> None:
+        """Say no more of what was applied and refused; what is still pending stays."""
+        self._toggles = {field: each for field, each in self._toggles.items() if each.asked is Asked.PENDING}
+
 
 def _value(plan: Plan, spec: PlanField) -> str:
     return spec.text(getattr(plan, spec.name))

@@ -48,6 +48,8 @@ class Steering:
         """Give the workload back as it was; while a cell trains it, take every setting off."""
         playing, session = self._loop.playing, self._loop.model.session
         if not self._loop.is_idle and playing is None:  # a cell trains, be it paused
+            with self._loop.lock:
+                self._changes.forget_past()
             self.ask_plan(Plan())
             return
         if playing is not None:
@@ -65,6 +67,10 @@ class Steering:
         session = self._loop.model.session
         if session is not None:
             session.undo()
+        self.undone()
+
+    def undone(self) -> None:
+        """Note that the workload is as it was: of no setting is there anything to say."""
         with self._loop.lock:
             self._changes.forget(Plan())
             self._feed.events.append("everything is as it was")

@@ -91,6 +91,8 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
         require_complete(each)
     # all before any is changed: they may share an optimizer
     before = [] if keep else [Snapshot(each) for each in workloads]
+    sessions = [] if keep else [session for each in workloads if (session := session_of(each.model)) is not None]
+    logged = [(each.log, each.log.steps, len(each.log)) for each in sessions]
     try:
         with ExitStack() as rehearsals:
             yield [rehearsals.enter_context(_in_force(each, plan)) for each in workloads]
@@ -98,6 +100,9 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
         with uninterrupted():
             for snapshot in before:
                 snapshot.restore()
+            for log, steps, entries in logged:  # steps that are put back are none of the loop's
+                log.steps = steps
+                del log[entries:]
 
 
 @contextmanager

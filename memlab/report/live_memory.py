@@ -194,7 +194,7 @@ def change_labels(moment: Moment) -> list[Label]:
 
 
 def _placed(each: Change, was: str, number: int | None, at: float, taken: Sequence[Label]) -> Label:
-    """The best place there is left: no crossing if possible, the number alone if need be."""
+    """The best place there is left: the number alone, rather than a line through words."""
     words = what_changed(was, each.plan)
     head = f"<b>{number}</b>" if number else "·"
     candidates = [
@@ -207,9 +207,8 @@ def _placed(each: Change, was: str, number: int | None, at: float, taken: Sequen
     ]
     free = [label for label in candidates if not any(label.covers(other) for other in taken)]
     clear = [label for label in free if not any(label.crosses(other) for other in taken)]
-    named = [label for label in free if label.text != head]
     bare = Label(each.step, each.plan, "", at, at, at, 0)
-    return next(iter([*(label for label in clear if label in named), *named, *clear, *free, bare]))
+    return next(iter([*clear, *free, bare]))
 
 
 def _plans_before(moment: Moment) -> list[str]:

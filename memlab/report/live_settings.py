@@ -10,7 +10,7 @@ from typing import Any
 from memlab.records import Fit
 from memlab.records.comparison import speed_ratio
 from memlab.records.live_state import Moment
-from memlab.report.live_sheet import Setting, Sheet, shortened
+from memlab.report.live_sheet import Setting, Sheet, told_apart
 from memlab.report.pareto import DRAWN_IN_ORDER, LOOKS, MEASURED, PLAIN, Chart, PointLook, chart, hover
 from memlab.report.segments import NEUTRAL_INK, finite, rgb, scale
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
@@ -52,21 +52,25 @@ def _speed(setting: Setting) -> str:
 
 
 def _bar_names(sheet: Sheet) -> dict[str, Any]:
+    speeds = [_bar_speed(each, sheet.settings[0]) for each in sheet.settings]
+    plans = [each.measurement.plan for each in sheet.settings]
+    names = told_apart(plans, [_MOST_NAME_CHARACTERS - len(said) for said in speeds])
     return {
         "type": "scatter", "mode": "text", "xaxis": "x3", "yaxis": "y3", "showlegend": False, "cliponaxis": False,
         "x": [0] * len(sheet.settings), "y": [row - 0.36 for row in range(len(sheet.settings))],
-        "text": [_bar_name(each, sheet.settings[0]) for each in sheet.settings], "textposition": "middle right",
-        "textfont": {"size": 11, "color": NEUTRAL_INK}, "hoverinfo": "skip",
+        "text": [_bar_name(*each) for each in zip(sheet.settings, names, speeds, strict=True)],
+        "textposition": "middle right", "textfont": {"size": 11, "color": NEUTRAL_INK}, "hoverinfo": "skip",
     }  # fmt: skip
 
 
-def _bar_name(setting: Setting, first: Setting) -> str:
+def _bar_speed(setting: Setting, first: Setting) -> str:
     said = _speed(setting).removesuffix(" samples/s").split(" (")[0]  # how it was timed is in the table
-    if setting is not first:
-        said += then_change(speed_ratio(setting.measurement, first.measurement))
-    plan = escape(shortened(setting.measurement.plan, _MOST_NAME_CHARACTERS - len(said)))
-    name = f"{setting.number} · {plan}"
-    return f"<b>▸ {name}</b>   {said}" if setting.in_force else f"{name}   {said}"
+    return said if setting is first else said + then_change(speed_ratio(setting.measurement, first.measurement))
+
+
+def _bar_name(setting: Setting, plan: str, speed: str) -> str:
+    name = f"{setting.number} · {escape(plan)}"
+    return f"<b>▸ {name}</b>   {speed}" if setting.in_force else f"{name}   {speed}"
 
 
 # --- the map --------------------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memlab.records import Measurement, TimelinePoint
 from memlab.records.live_state import LivePoint, Moment
 from memlab.report.segments import CATEGORIES, REST, completed, finite, scale, time_scale
-from memlab.report.wording import flag_lines
+from memlab.report.wording import flag_lines, flags
 
 # bars for more settings than this leave no room for their names
 _MOST_SETTINGS = 10
@@ -120,3 +120,19 @@ def shortened(plan: str, most_characters: int) -> str:
     first, *more = flag_lines(plan, most_characters)
     text = f"{first} …" if more else first
     return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"
+
+
+def told_apart(plans: Sequence[str], most_characters: Sequence[int]) -> list[str]:
+    """Return each plan in as many characters as it has; those that would look alike begin with what the others lack.
+
+    Example:
+        >>> told_apart(["--accumulate 4 --bf16", "--accumulate 4 --checkpoint", "as written"], [16, 16, 16])
+        ['… --bf16', '… --checkpoint', 'as written']
+    """
+    names = [shortened(plan, most) for plan, most in zip(plans, most_characters, strict=True)]
+    found = []
+    for plan, name, most in zip(plans, names, most_characters, strict=True):
+        alike = [flags(other) for other, its in zip(plans, names, strict=True) if its == name and other != plan]
+        own = [flag for flag in flags(plan) if not all(flag in other for other in alike)]
+        found.append(f"… {shortened(' '.join(own), most - 2)}" if alike and own else name)
+    return found

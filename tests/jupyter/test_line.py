@@ -14,6 +14,7 @@ from memlab.jupyter import live
 from memlab.jupyter.flags import CELL_FLAGS, PREDICT_FLAGS, WORDS, cell_help, line_help
 from memlab.jupyter.live import NotebookLine, Progress, TerminalLine
 from memlab.live import views
+from memlab.live.control import control_of
 from memlab.live.views import Views
 from memlab.plan import FIELDS, Plan, plan_flags
 from memlab.records.comparison import Comparison
@@ -66,7 +67,11 @@ def test_state(made: Cell) -> None:
 
 def test_undo(shell: Any, made: Cell) -> None:
     made(f"%%memfit --adam8bit\n{TRAIN}")
+    control = control_of(shell.user_ns["model"])
+    control.ask("checkpointing", "full")  # refused: no blocks
+    assert {each.field for each in control.moment().toggles if each.text} == {"checkpointing"}
     assert made("%memfit undo").out == "memfit: Sequential is as it was\n"
+    assert not any(each.text for each in control.moment().toggles)
     assert sessions() == ()
     for again in ("undo", "undo all"):
         assert made(f"%memfit {again}").out == "memfit: nothing to undo\n"

@@ -617,7 +617,11 @@ def test_undoing_while_a_cell_trains_takes_the_settings_off_at_the_next_step(
     control.ask("accumulation", "2")
     with Cell(control, workload) as cell:
         cell.train(1)
+        control.ask("loss", "chunked")
+        cell.train(1)
+        assert toggle(control.moment(), "loss").asked is Asked.REFUSED
         control.undo()
+        assert toggle(control.moment(), "loss").text == ""
         cell.train(1)
         assert cell.session.plan == Plan()
         assert cell.session.attached

@@ -83,6 +83,16 @@ def test_a_session_in_force_stays_in_force(load: Workload) -> None:
         assert session.observers.all == ()
 
 
+def test_steps_that_are_put_back_are_not_counted_or_logged(load: Workload) -> None:
+    with fit(load, "--accumulate 2") as session:
+        training_step(load)
+        log = list(session.log)
+        compare(load, ["--checkpoint"], steps=1)
+        assert (session.steps, list(session.log)) == (1, log)
+        measure(load, session.plan, steps=1, keep=True)
+        assert session.steps > 1
+
+
 def test_a_plan_that_does_not_fit_gets_a_row_that_says_so(load: Workload) -> None:
     whole = measure(load, steps=1).peak_allocated_bytes
     small = device_for(torch.device("cpu"), int(0.8 * whole))

@@ -99,7 +99,7 @@ def test_every_change_has_a_line_and_a_name() -> None:
     assert lines == [10.5, 20.5]
     names = {note["hovertext"]: note["text"] for note in drawn["layout"]["annotations"] if "hovertext" in note}
     assert names == {
-        "step 11: --accumulate 4": "<b>2</b> --accumulate 4",
+        "step 11: --accumulate 4": "<b>2</b>",  # the line of the next runs where its words would stand
         "step 21: --accumulate 4 --checkpoint": "<b>3</b> + checkpoint",
     }
 
@@ -204,6 +204,22 @@ def test_long_plans_are_shortened_at_a_flag_and_whole_on_hover() -> None:
     drawn = drawing(replace(RUN, measurements=(samples.measurement(samples.LONG_PLAN, 2, 1),)))
     assert bar_names(drawn)[0].startswith("1 · --accumulate 4 …")
     assert bars(drawn)["customdata"][0].replace("<br>", " ").startswith(f"1 · {samples.LONG_PLAN}")
+
+
+def test_settings_that_begin_alike_are_told_apart() -> None:
+    plans = [
+        f"--accumulate 4 --checkpoint{more}" for more in ("", " --bf16", " --adam8bit", " --offload activations,params")
+    ]
+    drawn = drawing(
+        replace(RUN, measurements=tuple(samples.measurement(plan, 2, 1) for plan in ("as written", *plans)))
+    )
+    assert [name.split("   ")[0] for name in bar_names(drawn)] == [
+        "1 · as written",
+        "<b>▸ 2 · --accumulate 4 …</b>",
+        "3 · … --bf16",
+        "4 · … --adam8bit",
+        "5 · … --offload acti…",
+    ]
 
 
 def test_the_map_of_settings_predicted_and_tried() -> None:
