@@ -14,6 +14,14 @@ from memlab.report.live_svg import compact, compact_text
 
 _LEAST_SECONDS_BETWEEN = 0.25
 _STYLE = "font-size:13px;font-variant-numeric:tabular-nums;padding:2px 0"
+# A page that is loaded again hears no more of a cell that runs. What it shows of the line then comes to an end of the
+# animation, which every new line begins anew; without styles the words are there from the beginning.
+_SILENT_SECONDS = 20
+_IF_SILENT = (
+    "<style>@keyframes memlab-heard{from,to{visibility:hidden}}</style>"
+    f'<div style="font-size:12px;opacity:.8;animation:memlab-heard {_SILENT_SECONDS}s">If nothing changes here, this page '
+    "was loaded again and does not hear from the cell any more: once it is over, %memfit report shows its receipt.</div>"
+)
 
 
 class Line:
@@ -34,7 +42,7 @@ class NotebookLine(Line):
 
     def write(self, text: str, html: str = "") -> None:
         line = f'<div role="status" style="{_STYLE}">{escape(text)}</div>' if text else ""
-        bundle = {"text/plain": text, "text/html": html or line}
+        bundle = {"text/plain": text, "text/html": f"{html or line}{_IF_SILENT}" if text else ""}
         if self._display_id:
             replace_shown(bundle, display_id=self._display_id, raw=True)
         else:

@@ -11,7 +11,7 @@ from memlab.extras import available
 from memlab.jupyter import display
 from memlab.live.live_predictions import effect_of
 from memlab.live.source import Source
-from memlab.plan import FIELDS, Plan
+from memlab.plan import FIELDS
 from memlab.records import Measurement
 from memlab.records.comparison import Comparison
 from memlab.records.live_state import Activity, Moment
@@ -19,19 +19,23 @@ from memlab.report import html, image, tables, text
 from memlab.report.table import Table
 
 _MOST_EVENTS = 6
+_RUNS = (
+    "as it was when this run began; on a page that is loaded again meanwhile, the panel comes back when the run is over"
+)
 
 
 class SavedView:
     """A display below a panel, which a page hides as long as the panel is alive there; by itself where there are no widgets.
 
-    It is brought up to date where no cell trains: a notebook that is saved then has what was measured last.
+    It is brought up to date where no cell trains, and once when one begins to: a notebook that is saved then has what was
+    measured last, and a page that is loaded again meanwhile, on which the panel comes back when the cell is over, says so.
     """
 
     # with a run to follow by itself, from now on and until it is closed
     def __init__(self, source: Source | None = None) -> None:
         self.name = uuid4().hex  # by which a panel hides it
         self._display = ""
-        self._shown: tuple[Plan, tuple[Measurement, ...]] | None = None
+        self._shown: object = None
         self._picture: tuple[tuple[Measurement, ...], str] = ((), "")  # and what of
         self._end: Callable[[], None] | None = None
         if source is not None:
@@ -40,15 +44,14 @@ class SavedView:
 
     def show(self, moment: Moment) -> None:
         """Show it below what is displayed so far in this cell."""
-        self._display, self._shown = uuid4().hex, (moment.plan, moment.measurements)
+        self._display, self._shown = uuid4().hex, _key(moment)
         formats, metadata = self._formats(moment)
         display.show(formats, display_id=self._display, raw=True, metadata=metadata)
 
     def update(self, moment: Moment) -> None:
-        """Bring it up to date; nothing while a cell trains, and before it is shown."""
-        now = (moment.plan, moment.measurements)
-        if self._display and moment.activity is Activity.IDLE and now != self._shown:
-            self._shown = now
+        """Bring it up to date; nothing before it is shown."""
+        if self._display and _key(moment) != self._shown:
+            self._shown = _key(moment)
             formats, metadata = self._formats(moment)
             display.replace_shown(formats, display_id=self._display, raw=True, metadata=metadata)
 
@@ -65,12 +68,18 @@ class SavedView:
             "text/html": f'<div class="memlab-still-{self.name}">{"".join(map(html.table, shown))}</div>',
             "text/plain": "\n\n".join(map(text.table, shown)),
         }
-        if tried is not None and len(tried.measurements) > 1 and available("matplotlib"):
+        is_idle = moment.activity is Activity.IDLE  # a loop is not to wait for a picture
+        if is_idle and tried is not None and len(tried.measurements) > 1 and available("matplotlib"):
             if moment.measurements != self._picture[0]:  # a click is not to wait for it: it takes a fifth of a second
                 self._picture = (moment.measurements, b64encode(image.png(tried)).decode())
             formats["image/png"] = self._picture[1]
             return formats, {"image/png": {"alt": text.summary(tried)}}
         return formats, {}
+
+
+def _key(moment: Moment) -> object:
+    """Return what of a moment makes another picture of it: all runs are one, whatever they do."""
+    return (moment.plan, moment.measurements) if moment.activity is Activity.IDLE else "runs"
 
 
 def as_text(moment: Moment) -> str:
@@ -111,4 +120,5 @@ def _settings(moment: Moment) -> Table:
         rows.append((spec.title, toggle.value, instead, gives, magic))
     if not has_effects:
         heads, rows = (*heads[:3], heads[4]), [(*row[:3], row[4]) for row in rows]
-    return tables.of_texts(moment.title, heads, rows, words=heads, foot=(moment.status,))
+    foot = (moment.status,) if moment.activity is Activity.IDLE else (moment.status, _RUNS)
+    return tables.of_texts(moment.title, heads, rows, words=heads, foot=foot)

@@ -123,16 +123,18 @@ def shortened(plan: str, most_characters: int) -> str:
 
 
 def told_apart(plans: Sequence[str], most_characters: Sequence[int]) -> list[str]:
-    """Return each plan in as many characters as it has; those that would look alike begin with what the others lack.
+    """Return each plan in as many characters as it has; where others begin like what is left of it, what they lack.
 
     Example:
         >>> told_apart(["--accumulate 4 --bf16", "--accumulate 4 --checkpoint", "as written"], [16, 16, 16])
         ['… --bf16', '… --checkpoint', 'as written']
     """
-    names = [shortened(plan, most) for plan, most in zip(plans, most_characters, strict=True)]
     found = []
-    for plan, name, most in zip(plans, names, most_characters, strict=True):
-        alike = [flags(other) for other, its in zip(plans, names, strict=True) if its == name and other != plan]
-        own = [flag for flag in flags(plan) if not all(flag in other for other in alike)]
-        found.append(f"… {shortened(' '.join(own), most - 2)}" if alike and own else name)
+    for plan, most in zip(plans, most_characters, strict=True):
+        name = shortened(plan, most)
+        left = name.rstrip("… ")
+        alike = [flags(other) for other in plans if left != plan != other and other.startswith(left)]
+        lacked = [[flag for flag in flags(plan) if not by(flag in other for other in alike)] for by in (any, all)]
+        own = next((each for each in lacked if each), []) if alike else []
+        found.append(f"… {shortened(' '.join(own), most - 2)}" if own else name)
     return found

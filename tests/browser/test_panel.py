@@ -377,15 +377,15 @@ def test_model_deleted(trained: OpenNotebook) -> None:
 
 
 def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_folder: Path) -> None:
-    with opened_notebook(browser, lab, lab_folder, "again.ipynb", (MAKE, PANEL)) as opened:
+    slow = f"{TRAIN.format(flags='', steps=100)}    __import__('time').sleep(0.1)"
+    with opened_notebook(browser, lab, lab_folder, "again.ipynb", (MAKE, PANEL, slow)) as opened:
         opened.run(0)
         opened.run(1)
         panel = opened.panel(1)
         still = opened.cell(1).locator("[class^=memlab-still]")
         box(panel, "Checkpointing").click()
         expect(still).to_contain_text("%memfit undo", timeout=_MILLISECONDS)  # what was clicked is in it
-        save_by_keyboard(opened.page)
-        show_notebook(opened.page)
+        _load_again_while_it_trains(opened)
         panel = opened.panel(1)
         expect(box(panel, "Checkpointing")).to_be_checked()
         box(panel, "Gradient accumulation").click()
@@ -399,6 +399,22 @@ def test_page_loaded_again_and_kernel_restarted(browser: Any, lab: str, lab_fold
         assert panel.locator(".memlab-world").is_hidden()
         expect(still).to_be_visible()
         expect(still).to_contain_text("%memfit undo")
+
+
+def _load_again_while_it_trains(opened: OpenNotebook) -> None:
+    still, output = opened.cell(1).locator("[class^=memlab-still]"), opened.cell(2).locator(".jp-OutputArea")
+    opened.run(2)
+    expect(output).to_contain_text(re.compile(r"step \d+"), timeout=_MILLISECONDS)
+    save_by_keyboard(opened.page)
+    opened.page.reload()
+    expect(still).to_contain_text("as it was when this run began", timeout=_MILLISECONDS)
+    silent = output.get_by_text("%memfit report shows its receipt")
+    expect(silent).to_be_hidden()
+    silent.evaluate("line => line.getAnimations().forEach(each => each.finish())")
+    expect(silent).to_be_visible()
+    expect(opened.panel(1).locator("tbody th[scope=row]").first).to_be_visible(timeout=_MILLISECONDS)
+    until_says(opened.panel(1), "idle")
+    expect(still).to_be_hidden()
 
 
 def _restart(opened: OpenNotebook) -> None:

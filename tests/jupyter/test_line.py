@@ -319,6 +319,7 @@ def test_a_line_is_updated_in_place_and_escaped(monkeypatch: pytest.MonkeyPatch)
     assert [kind for kind, _, _ in calls] == ["new", "update", "update"]
     assert len({display_id for _, _, display_id in calls}) == 1
     assert "a &lt; b" in calls[0][1]["text/html"]
+    assert "this page was loaded again" in calls[0][1]["text/html"]
     assert calls[-1][1] == {"text/plain": "", "text/html": ""}
 
 
