@@ -21,10 +21,11 @@ MAGIC = "magic"
 _MARKS = {Asked.IDLE: "", Asked.PENDING: "…", Asked.APPLIED: "✓", Asked.REFUSED: "✕"}
 _BUDGET_STEPS = 200
 _MOST_VIEWS = 8  # of one panel whose messages are counted
+_RUN_STEPS, _MOST_RUN_STEPS = 20, 1_000_000
 # name, words and tooltip of every button, in its row
 _BUTTONS = (
     {
-        "run": ("Run", "train on the current batch and measure it"),
+        "run": ("Run", "train on the current batch for so many steps, and measure it"),
         "pause": ("Pause", "pause the run before its next step"),
         "cancel": ("Cancel", "end the run before its next step"),
     },
@@ -48,6 +49,7 @@ def fixed() -> dict[str, Any]:
         "buttons": [{name: {"text": text, "help": said} for name, (text, said) in row.items()} for row in _BUTTONS],
         "targets": [MAGIC, *TARGETS],
         "budget": {"steps": _BUDGET_STEPS, "help": "memory that a setting must fit into; at the end of the scale, no limit"},
+        "steps": {"most": _MOST_RUN_STEPS, "help": "steps that Run makes; empty: until Cancel"},
         "farewell": _FAREWELL,
     }  # fmt: skip
 
@@ -61,11 +63,12 @@ class Controls:
         self._texts = {spec.name: tuple(spec.choices[1:]) for spec in FIELDS}
         self._is_on = dict.fromkeys(self._choices, False)
         self._keeps = False
+        self._steps: int | None = _RUN_STEPS
         self._target = MAGIC
         self._most_bytes = 0
         self._heard: dict[str, int] = {}
         self._presses: dict[str, Callable[[], None]] = {
-            "run": lambda: source.run(keep=self._keeps and Can.AS_RECORDED not in source.can()),
+            "run": lambda: source.run(keep=self._keeps and Can.AS_RECORDED not in source.can(), steps=self._steps),
             "pause": lambda: source.resume() if Can.RESUME in source.can() else source.pause(),
             "cancel": source.cancel,
             "find": source.find,
@@ -85,6 +88,7 @@ class Controls:
             "off": {name: why for name, why in _reasons(can, moment).items() if why is not None},
             "pause": "Resume" if Can.RESUME in can else "Pause",
             "keep": self._keeps,
+            "steps": self._steps or "",
             "target": self._target,
             "over": moment.activity is Activity.GONE,
             "heard": dict(self._heard),
@@ -141,6 +145,8 @@ class Controls:
                 self._source.set_budget(None if is_none else round(position / _BUDGET_STEPS * self._most_bytes))
             case {"kind": "keep", "on": bool(keeps)}:
                 self._keeps = keeps
+            case {"kind": "steps", "count": int(count)} if 0 <= count <= _MOST_RUN_STEPS:
+                self._steps = count or None
             case {"kind": "target", "text": str(text)} if text in (MAGIC, *TARGETS):
                 self._target = text
             case {"kind": "press", "button": str(button)} if button in self._presses:
@@ -162,6 +168,7 @@ def _reasons(can: Can, moment: Moment) -> dict[str, str | None]:
     run = None if Can.RUN in can else NEEDS_LOSS if Can.PREDICT in can else unknown
     return {
         "run": run,
+        "steps": "a recording is played to its end" if run is None and Can.PREDICT not in can else run,
         "keep": NEEDS_LOSS if Can.AS_RECORDED in can else run,
         "pause": None if can & (Can.PAUSE | Can.RESUME) else "",
         "cancel": None if Can.CANCEL in can else "",

@@ -102,7 +102,7 @@ function budgetRow(parent, { steps, help }, asking) {
   };
 }
 
-function buttonRows(parent, { buttons, targets }, asking) {
+function buttonRows(parent, { buttons, targets, steps: { most, help: stepsHelp } }, asking) {
   const made = {};
   const rows = buttons.map((row) => {
     const place = part(parent, "div", "memlab-buttons");
@@ -113,6 +113,11 @@ function buttonRows(parent, { buttons, targets }, asking) {
     }
     return place;
   });
+  const stepsLabel = part(rows[0], "label", "", { title: stepsHelp });
+  const steps = part(stepsLabel, "input", "", { type: "number", min: 1, max: most, step: 1, placeholder: "∞" });
+  part(stepsLabel, "span").textContent = "steps";
+  rows[0].insertBefore(stepsLabel, made.run.nextSibling);
+  steps.addEventListener("change", () => asking.send({ kind: "steps", count: Math.max(0, Math.floor(steps.valueAsNumber || 0)) }, steps));
   const label = part(rows[0], "label", "", { title: "off: weights, moments and random state are put back when the run ends" });
   const keep = part(label, "input", "", { type: "checkbox" });
   part(label, "span").textContent = "keep what it trains";
@@ -122,12 +127,15 @@ function buttonRows(parent, { buttons, targets }, asking) {
   const target = part(together, "select", "", { "aria-label": "Copy as code, for what" });
   fill(target, targets.map((name) => [name, name]));
   target.addEventListener("change", () => asking.send({ kind: "target", text: target.value }, target));
-  return ({ off, pause, keep: isKept, target: chosen }) => {
+  return ({ off, pause, keep: isKept, steps: count, target: chosen }) => {
     for (const [name, button] of Object.entries(made)) {
       button.disabled = name in off;
       button.title = off[name] || button.dataset.help;
     }
     keep.disabled = "keep" in off;
+    steps.disabled = "steps" in off;
+    stepsLabel.title = off.steps || stepsHelp;
+    if (!asking.isWaiting(steps) && steps !== document.activeElement) steps.value = count;
     made.pause.textContent = pause;
     if (!asking.isWaiting(keep)) keep.checked = isKept;
     if (!asking.isWaiting(target)) target.value = chosen;

@@ -163,7 +163,9 @@ class Control(Observer):
                 capacity_bytes=self.steps.capacity_bytes,
                 events=tuple(self.feed.events),
                 rescues=tuple(rescuer.rescues) if rescuer is not None else (),
-                status=_status_line(activity, self.model.name, self.feed, changes, self.predicting.doing),
+                status=_status_line(
+                    activity, self.model.name, self.feed, changes, self.own_run.doing or self.predicting.doing
+                ),
                 world=self.steps.world,
                 errors=tuple(self.views.errors),
                 frame=self.views.frame,
@@ -184,9 +186,9 @@ class Control(Observer):
         self.views.hurry()
         self.loop.show_asked()
 
-    def run(self, *, keep: bool) -> None:
+    def run(self, *, keep: bool, steps: int | None = None) -> None:
         self.views.errors.clear()
-        self.loop.when_idle(lambda: self.own_run.begin(keep=keep))
+        self.loop.when_idle(lambda: self.own_run.begin(keep=keep, steps=steps))
 
     def pause(self) -> None:
         if self.loop.hold.activity in RUNNING:

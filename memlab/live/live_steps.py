@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from itertools import islice
 
 import torch
 
@@ -115,13 +116,14 @@ class OwnRun:
     def __init__(self, loop: LiveLoop, steps: LiveSteps, steering: Steering, predicting: Predicting) -> None:
         # called when one has ended, with what was measured
         self.ended: Callable[[Moment], None] | None = None
+        self.doing = ""  # how far a run of so many steps is, in words; empty for others
         self._loop = loop
         self._steps = steps
         self._steering = steering
         self._predicting = predicting
 
-    def begin(self, *, keep: bool) -> None:
-        """Run steps until cancelled; unless they are kept, what they change is put back.
+    def begin(self, *, keep: bool, steps: int | None = None) -> None:
+        """Run so many steps, or until cancelled; unless they are kept, what they change is put back.
 
         Raises:
             WorkloadError: there is no batch, or no loss to train on it.
@@ -133,11 +135,13 @@ class OwnRun:
         if self._loop.playing is not None or Can.RUN not in self._loop.can():
             return
         self._predicting.stop()
-        steps = self._measured_steps(workload, model.attached(), keep=keep)
-        self._loop.playing = self._loop.stage.play(steps, self._ended)
+        played = self._measured_steps(workload, model.attached(), steps, keep=keep)
+        self._loop.playing = self._loop.stage.play(played, self._ended)
 
-    def _measured_steps(self, workload: Workload, session: Session, *, keep: bool) -> Iterator[float]:
-        """Steps as of `steps_of`."""
+    def _measured_steps(
+        self, workload: Workload, session: Session, steps: int | None, *, keep: bool
+    ) -> Iterator[float]:
+        """Steps as of `steps_of`, at most so many."""
         with self._steps.measured(session) as meter, ExitStack() as undo:
             if session.rescuer is None:
                 session.accept(Rescuer(capacity_bytes=meter.device.capacity_bytes))
@@ -145,12 +149,14 @@ class OwnRun:
             self._steps.begin(session, meter, Activity.MEASURING)
             undo.callback(self._steps.end)
             # last in, first out: what the steps changed is put back while everything else still stands
-            for loss in undo.enter_context(closing(steps_of(workload, session, keep=keep))):
+            every = undo.enter_context(closing(steps_of(workload, session, keep=keep)))
+            for number, loss in enumerate(islice(every, steps), 1):
+                self.doing = f"{number} of {steps} steps" if steps is not None else ""
                 self._steps.stepped()
                 yield loss
 
     def _ended(self, error: BaseException | None) -> None:
-        self._loop.playing = None
+        self._loop.playing, self.doing = None, ""
         self._loop.hold.reset(Activity.IDLE)
         if error is not None:
             self._loop.views.report(error)

@@ -161,8 +161,8 @@ class Replay:
         self._budget_bytes = budget_bytes
         self._views.draw()
 
-    def run(self, *, keep: bool) -> None:
-        """Play the recording from its first step; nothing is trained, so nothing is kept or put back."""
+    def run(self, *, keep: bool, steps: int | None = None) -> None:
+        """Play the recording from its first step to its last; nothing is trained, so nothing is kept or put back."""
         with self._lock:
             if not self._points:
                 self._views.say("this recording has no steps to play: it holds settings that were measured one by one")

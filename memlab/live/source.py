@@ -43,8 +43,8 @@ class Source(Protocol):
     def set_budget(self, budget_bytes: int | None) -> None:
         """Move the budget line."""
 
-    def run(self, *, keep: bool) -> None:
-        """Run training steps on the batch at hand until cancelled; those that are not kept leave nothing behind."""
+    def run(self, *, keep: bool, steps: int | None = None) -> None:
+        """Run so many training steps on the batch at hand, or until cancelled; those that are not kept leave nothing behind."""
 
     def pause(self) -> None:
         """Hold the run at the next step boundary."""

@@ -283,6 +283,11 @@ print(gc.collect() >= 0)
 def test_own_run_leaves_no_trace(trained: OpenNotebook) -> None:
     panel = trained.panel(2)
     before = trained.result(3)
+    box(panel, "steps").fill("5")
+    button(panel, "Run").click()
+    until_says(panel, "idle, step 10")
+    assert trained.result(3) == before
+    box(panel, "steps").fill("")  # until Cancel
     button(panel, "Run").click()
     until_says(panel, "measuring, step")
     button(panel, "Pause").click()

@@ -220,6 +220,27 @@ def test_what_a_run_of_its_own_trains_is_kept_where_that_is_asked_for(hand: Hand
     assert all(map(torch.equal, before, model.parameters())) is not keep
 
 
+def test_a_run_makes_as_many_steps_as_the_panel_says(hand: Hand, control: Control) -> None:
+    assert hand.shown["steps"] == 20
+    hand.send("steps", count=2)
+    hand.press("run")
+    (run,) = control.loop.stage.played  # type: ignore[attr-defined]
+    assert run.advance()
+    assert control.moment().status.endswith("1 of 2 steps")
+    assert run.advance()
+    assert not run.advance()
+    assert control.moment().status.startswith("idle, step 2")
+    assert "of 2 steps" not in control.moment().status
+    for count, shown in ((0, ""), (-1, ""), (10**9, "")):  # until Cancel; and what the page cannot send
+        hand.send("steps", count=count)
+        assert hand.shown["steps"] == shown
+    hand.press("run")
+    run = control.loop.stage.played[-1]  # type: ignore[attr-defined]
+    assert all(run.advance() for _ in range(30))
+    assert control.moment().status.startswith("measuring, step 32")
+    hand.press("cancel")
+
+
 def test_before_any_batch_nothing_can_be_run_and_the_button_says_why() -> None:
     model = nn.Linear(4, 1)
     control = Control(model, Playing())
@@ -229,7 +250,7 @@ def test_before_any_batch_nothing_can_be_run_and_the_button_says_why() -> None:
     panel.close()
     session_of(control).undo()
     said = "needs a batch (train a step with %%memfit first), and no cell that runs in the background"
-    assert (off["run"], off["keep"], off["find"]) == (said,) * 3
+    assert (off["run"], off["steps"], off["keep"], off["find"]) == (said,) * 4
 
 
 def test_the_budget_follows_the_slider(hand: Hand, control: Control) -> None:
@@ -283,7 +304,7 @@ def test_the_panel_keeps_no_model_alive_and_says_when_it_is_gone() -> None:
     assert gone() is None
     assert "deleted: this panel is over" in hand.shown["line"]
     assert hand.shown["over"]
-    assert set(hand.shown["off"]) == {"run", "keep", "pause", "cancel", "find", "undo"}
+    assert set(hand.shown["off"]) == {"run", "steps", "keep", "pause", "cancel", "find", "undo"}
     panel.close()
 
 
