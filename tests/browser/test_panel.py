@@ -84,6 +84,7 @@ _INKS = """panel => {
         const isDisabled = element.closest(":disabled") || element.closest(".memlab-spoken");
         if (!/[\\p{L}\\p{N}]/u.test(text) || isDisabled || !element.checkVisibility()) continue;
         const style = getComputedStyle(element);
+        if (style.fontSize === "0px") continue; // words of bars, for pages without styles
         const ink = numbers(element instanceof SVGElement ? style.fill : style.color);
         const mark = /^\\d+$/.test(text) && element.closest(".trace")?.querySelector("path.point");
         let share = ink[3] ?? 1, page = element, back = mark ? numbers(getComputedStyle(mark).fill) : null;
