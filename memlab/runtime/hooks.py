@@ -306,9 +306,29 @@ def install_step_hooks(
     after: Callable[[torch.optim.Optimizer], None],  # called when the step is over
     undo: ExitStack,  # takes both hooks out again
 ) -> None:
-    """Take over ``optimizer.step()``."""
-    undo.callback(optimizer.register_step_pre_hook(before).remove)
+    """Take over ``optimizer.step()``; the pre-hook comes after those of the loop, also after one that the loop registers later."""
+    handle = optimizer.register_step_pre_hook(before)
+    undo.callback(handle.remove)
+    _keep_last(optimizer, handle.id, undo)
     undo.callback(optimizer.register_step_post_hook(never_compile(lambda opt, _args, _kwargs: after(opt))).remove)
+
+
+def _keep_last(optimizer: torch.optim.Optimizer, key: int, undo: ExitStack) -> None:
+    """Keep a step pre-hook the last one, as what the loop's hooks do to gradients is to be in the update."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    alive = weakref.ref(optimizer)
+
+    # hooks of all optimizers come first; among an optimizer's own none may be moved any more
+    @never_compile
+    def hook(stepping: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        hooks: Any = stepping._optimizer_step_pre_hooks
+        if stepping is alive() and key in hooks and next(reversed(hooks)) != key:
+            hooks.move_to_end(key)
+
+    remove = register_optimizer_step_pre_hook(hook).remove
+    undo.callback(remove)
+    weakref.finalize(optimizer, remove).atexit = False
 
 
 def has_step_hook(optimizer: torch.optim.Optimizer, before: StepHandler) -> bool:

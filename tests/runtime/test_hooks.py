@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -420,3 +421,27 @@ def test_a_hook_may_remove_itself_and_register_others_under_checkpointing() -> N
             handles.pop().remove()
         counted.append((seen, len(layer._forward_hooks)))
     assert counted[1] == counted[0] == (["first", "later", "later"], 0)
+
+
+@pytest.mark.parametrize("plan", ["--adam8bit", "--offload optimizer:disk", "--accumulate 2"])
+@pytest.mark.parametrize("raises", [False, True], ids=["", "raising"])
+def test_step_hooks_that_the_loop_registers_later_come_before_the_update(plan: str, raises: bool) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    seen: list[torch.Tensor] = []
+
+    def first(*_step: Any) -> None:
+        seen.append(model.weight.detach().clone())
+        if raises:
+            raise ValueError("not this batch")
+
+    with fit(Workload(model, optimizer), plan):
+        before = model.weight.detach().clone()
+        model(torch.ones(4, 4)).sum().backward()
+        hook = optimizer.register_step_pre_hook(first)
+        with pytest.raises(ValueError, match="not this batch") if raises else nullcontext():
+            optimizer.step()
+        assert torch.equal(seen[0], before)
+        assert torch.equal(model.weight.detach(), before) is raises
+        hook.remove()
+    assert not optimizer._optimizer_step_pre_hooks

@@ -772,3 +772,22 @@ def test_a_sparse_batch_is_refused() -> None:
             RefusalError, match="the batch of _OfSparseRows is a sparse or nested tensor, which is not split"
         ):
             model(torch.eye(6).to_sparse())
+
+
+def test_a_loss_that_some_rows_do_not_have_is_refused() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor | None:
+            return self.layer(inputs).mean() if len(inputs) > 2 or inputs[0, 0] > 0 else None
+
+    inputs = torch.randn(8, 4)
+    inputs[:, 0] = torch.tensor([1.0, -1.0] * 4)
+    model = Picky()
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 4"):
+        with pytest.raises(
+            RefusalError, match="Picky returns a number for a whole batch and none for some of its rows"
+        ):
+            model(inputs)

@@ -272,6 +272,9 @@ class Probe:
         whole, outputs = self._look(call, layout, rows)
         found: dict[int, list[LossRule]] = {}
         for position in whole.scalars:
+            if not all(isinstance(output.leaves[position], torch.Tensor) for output in outputs):
+                reason = f"{self._name} returns a number for a whole batch and none for some of its rows"
+                raise RefusalError(_FIELD, reason, KEEP_WHOLE)
             rules = candidates(position)
             holding = _closest(
                 rules,
