@@ -200,7 +200,7 @@ class Probe:
         weightings = weights_by(rules, picked, layout)
         return all(
             _closest(
-                rules, weightings, [float(part.leaves[i]) for part in parts], float(whole.leaves[i]), self._tolerance
+                rules, weightings, [self._number(part, i) for part in parts], float(whole.leaves[i]), self._tolerance
             )
             for i in tensors
         )
@@ -272,14 +272,11 @@ class Probe:
         whole, outputs = self._look(call, layout, rows)
         found: dict[int, list[LossRule]] = {}
         for position in whole.scalars:
-            if not all(isinstance(output.leaves[position], torch.Tensor) for output in outputs):
-                reason = f"{self._name} returns a number for a whole batch and none for some of its rows"
-                raise RefusalError(_FIELD, reason, KEEP_WHOLE)
             rules = candidates(position)
             holding = _closest(
                 rules,
                 weights_by(rules, parts, layout),
-                [float(output.leaves[position]) for output in outputs],
+                [self._number(output, position) for output in outputs],
                 float(whole.leaves[position]),
                 self._tolerance,
             )
@@ -287,13 +284,20 @@ class Probe:
                 found[position] = holding
         return found, [whole, *outputs]
 
+    def _number(self, outputs: Any, position: int) -> float:
+        number = outputs.leaves[position]
+        if not isinstance(number, torch.Tensor):
+            reason = f"{self._name} returns a number for a whole batch and none for some of its rows"
+            raise RefusalError(_FIELD, reason, KEEP_WHOLE)
+        return float(number)
+
     def _unlike_rows(self, call: Call, layout: Layout) -> list[int]:
         """The two rows whose losses are furthest apart, of the first few."""
         losses = []
         with self._quietly() as quiet:
             for row in range(min(layout.rows, FEW_ROWS)):
                 outputs = Outputs.of(quiet.run(self._widened(layout.pick(call, [row])), None)).without_graph()
-                losses.append((float(outputs.leaves[outputs.loss]), row))
+                losses.append((self._number(outputs, outputs.loss), row))
         ordered = sorted((loss, row) for loss, row in losses if math.isfinite(loss))
         return [ordered[0][1], ordered[-1][1]]
 
