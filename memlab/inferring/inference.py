@@ -36,7 +36,7 @@ from memlab.records import Category
 from memlab.records.inference import InferenceRecord
 from memlab.runtime.batch import Batch
 from memlab.runtime.cuda_room import most_bytes
-from memlab.runtime.hooks import CallHook, is_compiled, on_first_step
+from memlab.runtime.hooks import CallHook, is_compiled, on_each_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.runtime.ownership import steps_some_of, unwrap_model
@@ -180,7 +180,7 @@ class Inference:
                 generate: Any = self.model.generate
                 handled = functools.wraps(generate)(lambda *args, **kwargs: self._on_generate(generate, args, kwargs))
                 stand_in(self.model, "generate", handled, undo)
-            on_first_step(self._on_step, undo)
+            on_each_step(self._on_step, undo)
             self._round(undo)
             self._undo = undo.pop_all()
 

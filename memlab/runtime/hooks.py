@@ -306,37 +306,29 @@ def install_step_hooks(
     after: Callable[[torch.optim.Optimizer], None],  # called when the step is over
     undo: ExitStack,  # takes both hooks out again
 ) -> None:
-    """Take over ``optimizer.step()``; the pre-hook comes after those of the loop, also after one that the loop registers later."""
-    handle = optimizer.register_step_pre_hook(before)
-    undo.callback(handle.remove)
-    _keep_last(optimizer, handle.id, undo)
+    """Take over ``optimizer.step()``; `keep_last` is to be called at each step."""
+    undo.callback(optimizer.register_step_pre_hook(before).remove)
     undo.callback(optimizer.register_step_post_hook(never_compile(lambda opt, _args, _kwargs: after(opt))).remove)
 
 
-def _keep_last(optimizer: torch.optim.Optimizer, key: int, undo: ExitStack) -> None:
-    """Keep a step pre-hook the last one, as what the loop's hooks do to gradients is to be in the update."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+def keep_last(optimizer: torch.optim.Optimizer, before: StepHandler) -> bool:
+    """Have a pre-hook come after those that the loop has registered since: what they do to gradients is in the update.
 
-    alive = weakref.ref(optimizer)
+    To be called from a hook of all optimizers: those come first, and among an optimizer's own none may be moved
+    any more.
 
-    # hooks of all optimizers come first; among an optimizer's own none may be moved any more
-    @never_compile
-    def hook(stepping: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        hooks: Any = stepping._optimizer_step_pre_hooks
-        if stepping is alive() and key in hooks and next(reversed(hooks)) != key:
-            hooks.move_to_end(key)
-
-    remove = register_optimizer_step_pre_hook(hook).remove
-    undo.callback(remove)
-    weakref.finalize(optimizer, remove).atexit = False
-
-
-def has_step_hook(optimizer: torch.optim.Optimizer, before: StepHandler) -> bool:
-    """Return whether `install_step_hooks` has put a pre-hook there, and it has not been dropped since."""
-    return before in optimizer._optimizer_step_pre_hooks.values()
+    Returns:
+        Whether `install_step_hooks` has put the pre-hook there, and it has not been dropped since.
+    """
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    key = next((key for key, hook in hooks.items() if hook == before), None)
+    if key is None:
+        return False
+    hooks.move_to_end(key)
+    return True
 
 
-def on_first_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
+def on_each_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
     """Call `found` with every optimizer that steps, before it does, until undone.
 
     Args:

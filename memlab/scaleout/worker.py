@@ -31,7 +31,7 @@ from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord
 from memlab.runtime import optimizer_step
 from memlab.runtime.batch import Batch
-from memlab.runtime.hooks import CallHook, chained, install_step_hooks, loss_of
+from memlab.runtime.hooks import CallHook, chained, install_step_hooks, keep_last, loss_of, on_each_step
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Workload
 from memlab.scaleout import serialization
@@ -80,6 +80,7 @@ class RankLoop:
         self._undo = ExitStack()
         tell_resizes(self._meter.storage_resized, self._undo)
         CallHook(self._workload.model, self._on_forward).install(self._undo)
+        on_each_step(self._on_any_step, self._undo)
         for optimizer in self._workload.optimizers:
             install_step_hooks(optimizer, self._before_step, self._after_step, self._undo)
         return self
@@ -98,6 +99,9 @@ class RankLoop:
 
     def _around(self, call: ModelCall) -> ModelCall:
         return chained([technique.forward for technique in self._techniques.techniques], call)
+
+    def _on_any_step(self, optimizer: Optimizer) -> None:
+        keep_last(optimizer, self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._meter.step_begins(optimizer)

@@ -23,7 +23,7 @@ from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import state_layers
 from memlab.runtime.dispatch import never_compile
-from memlab.runtime.hooks import CallHook, has_step_hook, install_step_hooks, on_first_step
+from memlab.runtime.hooks import CallHook, install_step_hooks, keep_last, on_each_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
 from memlab.runtime.ownership import is_made, stepped_by, steps_some_of, unwrap_optimizer
@@ -280,7 +280,7 @@ class Session:
             for optimizer in self.workload.optimizers:
                 self._add_optimizer(optimizer, hooks)
                 self.observers.tell("optimizer_found", optimizer)
-            on_first_step(self._on_any_step, hooks)
+            on_each_step(self._on_any_step, hooks)
             deleted = weakref.finalize(model, _model_deleted, weakref.ref(self))
             deleted.atexit = False
             hooks.callback(deleted.detach)
@@ -291,7 +291,7 @@ class Session:
     def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that is first seen when it steps, or that was initialized anew."""
         if optimizer in self.in_force.optimizers:
-            if not has_step_hook(optimizer, self._before_step):  # `optimizer.__init__(...)` by the loop has dropped it
+            if not keep_last(optimizer, self._before_step):  # `optimizer.__init__(...)` by the loop has dropped it
                 self._hooks_of[id(optimizer)].close()
                 self._hook(optimizer, self._hooks)
             return
