@@ -38,7 +38,7 @@ MOST_ITEMS = 256  # of a container that is looked into
 # objects of an engine hold gathered parameters for a moment only
 _MACHINERY = ("torch", "memlab", "deepspeed", "builtins")
 LIBRARIES = (*_MACHINERY, "transformers", "accelerate", "peft", "lightning", "numpy", "torchvision")
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # those of every module, in torch's own `nn.modules.module`
 GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
@@ -155,6 +155,9 @@ class Walk(ABC):
         if turns:
             self.met(containers.FrozenValues(module._parameters, lambda key: f"{prefix}{key}"))
 
+    def beside(self, model: nn.Module, name: str) -> None:  # noqa: B027 - not every walk leads into others
+        """A model that was met on the way: one that the walk began with, or one beside it, as a teacher in a list."""
+
     @abstractmethod
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         """A tensor that is no container's alone: it may be met again."""
@@ -195,6 +198,8 @@ class Walk(ABC):
         elif type(value).__module__ == "numpy":
             if type(value).__name__ == "ndarray" and value.nbytes <= SMALL_BYTES and self._is_new(value):
                 self.met(containers.Array(value, _always(name)))
+        elif isinstance(value, nn.Module):
+            self.beside(value, name)
         elif isinstance(value, type):
             self._differentiable(value)
         elif self._is_new(value) and self._is_object(value):

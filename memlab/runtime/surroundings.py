@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back
 from memlab.runtime.containers import Container, Effect, Items
+from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
 _FIELD = "accumulation"
@@ -68,21 +69,33 @@ class Surroundings(Walk):
         super().__init__()
         self._changing = frozenset(name.removesuffix(_IN_PLACE) for name in changing)
         self._complete = complete
+        self._frozen = frozen
+        self._buffers_alone = buffers_alone
+        self._without_buffers_of = without_buffers_of
         self._tensors: list[_Tensor] = []
+        self._model = model
+        self._written: list[_Tensor] = []  # weights that train, where runs under `writing` have written to them
         self._glances: list[Any] = []  # of the containers, which seldom change
         self._registered: list[ModuleHooks] = []  # as the first run that changed them left them
+        self._seen.update(map(id, model.modules()))
         for path, module in model.named_modules():
-            if buffers_alone:
-                self.buffers(path, module)
+            self._of_module(path, module)
+
+    def beside(self, model: nn.Module, name: str) -> None:
+        for path, module in model.named_modules():
+            if self._is_new(module):
+                self._of_module(f"{name}.{path}" if path else name, module, is_own=False)
+
+    def _of_module(self, path: str, module: nn.Module, *, is_own: bool = True) -> None:
+        if self._buffers_alone:
+            self.buffers(path, module)
+            return
+        self.module(path, module, buffers=not isinstance(module, self._without_buffers_of))
+        for name, parameter in module._parameters.items():
+            if parameter is None or not self._frozen or (is_own and parameter.requires_grad):
                 continue
-            self.module(path, module, buffers=not isinstance(module, without_buffers_of))
-            for name, parameter in module._parameters.items() if frozen else ():
-                if (
-                    parameter is not None
-                    and not parameter.requires_grad
-                    and _bytes_of(parameter) <= _SMALL_PARAMETER_BYTES
-                ):
-                    self.met_tensor(parameter, f"parameter {path}.{name}" if path else f"parameter {name}")
+            if _bytes_of(parameter) <= _SMALL_PARAMETER_BYTES:
+                self.met_tensor(parameter, f"parameter {path}.{name}" if path else f"parameter {name}")
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that it has met."""
@@ -125,6 +138,22 @@ class Surroundings(Walk):
             for each in hooks:
                 each.restore()
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Context of runs after which weights that train, too, are put back: a copy is made of each that is written to."""
+        known = {_place_of(each.tensor) for each in self._written}
+        weights = {
+            place: _Tensor(name, weight, keep=False)
+            for name, weight in self._model.named_parameters()
+            if weight.requires_grad and _is_plain(weight) and (place := _place_of(weight)) not in known
+        }
+        with _Copying(weights, self._written):
+            yield
+
+    def written(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the weights that runs under `writing` have written to, by name."""
+        return [(each.name, each.tensor) for each in self._written]
+
     def restore(self, *, strict: bool = True) -> None:
         """Put everything back as it was.
 
@@ -144,6 +173,9 @@ class Surroundings(Walk):
         self._registered = self._registered or [ModuleHooks(each.attributes) for each in changed]
         for each in changed:
             each.restore()
+        for weight in self._written:
+            weight.put_back()
+        self._written.clear()
         for tensor in self._tensors:
             if tensor.is_changed():
                 if tensor.before is None:
@@ -170,12 +202,19 @@ class Surroundings(Walk):
                 yield container, before
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        is_plain = not (tensor.is_inference() or tensor.is_nested or isinstance(tensor, FakeTensor))
-        if self._is_new(tensor) and is_plain:
+        if self._is_new(tensor) and _is_plain(tensor):
             compares = self._complete or name in self._changing
             # frozen parameters are many, and seldom written to: of those a copy is kept that have been
             keep = compares or (_bytes_of(tensor) <= SMALL_BYTES and not isinstance(tensor, nn.Parameter))
             self._tensors.append(_Tensor(name, tensor, keep=keep, compares=compares))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_inference() or tensor.is_nested or isinstance(tensor, FakeTensor))
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
@@ -185,18 +224,23 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 class _Tensor:
     """A tensor that may be written in place."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, *, keep: bool, compares: bool) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, *, keep: bool, compares: bool = False) -> None:
         self.name = name
         self.tensor = tensor
         self._version = tensor._version
         self._storage = Storage(tensor)
         self._compares = compares
-        self._copy: Any = self.copy() if keep else None
+        self._copy: Any = None
+        if keep:
+            self.keep()
 
     @property
     def before(self) -> Any:
         """Its values before; None where it has been written to and there is no copy."""
         return self._storage.values if self._copy is None and self._storage.is_another else self._copy
+
+    def keep(self) -> None:
+        self._copy = self.copy()
 
     def is_changed(self) -> bool:
         if self.tensor._version != self._version or self._storage.is_another:
@@ -219,6 +263,23 @@ class _Tensor:
             return
         with torch.no_grad():
             overwrite(self.tensor.detach(), value)
+
+
+class _Copying(WatchingMode):
+    """Keeps copies of tensors right before they are written to."""
+
+    def __init__(self, tensors: dict[int, _Tensor], written: list[_Tensor]) -> None:
+        super().__init__()
+        self._tensors, self._written = tensors, written  # the first by storage
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in written_by(func, args, kwargs):
+            place = _place_of(tensor)
+            kept = self._tensors.pop(place, None)
+            if kept is not None and _place_of(kept.tensor) == place:  # one that is offloaded has another by then
+                kept.keep()
+                self._written.append(kept)
+        return func(*args, **kwargs)
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -274,7 +274,8 @@ class Accumulation(Technique):
         """Run the whole batch and leave nothing behind; what the model raises is the loop's own error."""
         snapshot = Surroundings(self._model, complete=True)
         randomness = Randomness(snapshot.generators)
-        whole.run(call)
+        with snapshot.writing():
+            whole.run(call)
         snapshot.restore()
         randomness.restore()
 

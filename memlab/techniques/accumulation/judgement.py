@@ -103,7 +103,7 @@ class Judgement:
 
     def look(self, rows: Call) -> None:
         """Run some rows with a graph, which is dropped."""
-        with self._aliases.in_place(), torch.enable_grad():
+        with self._aliases.in_place(), torch.enable_grad(), self._start.writing():
             rows.run(self._call)
 
     # -- together and apart --------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Judgement:
                 leaves[position] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
         args, kwargs = call.spec.put(leaves)
-        with self.noise:
+        with self._start.writing(), self.noise:
             output = self._call(*args, **kwargs)
         self.draws_on_host |= is_whole and self._random.host_differs()
         if is_whole:

@@ -478,7 +478,8 @@ class Quiet:
         is_apart = (start, stop) != (0, together)
         if is_apart:
             self.noise.give(start, stop, of=together, in_turn=self._in_turn)
-        with self._gradients_apart(), nullcontext() if span is None or self.is_fake else self.noise:
+        writing = nullcontext() if self._snapshot is None else self._snapshot.writing()
+        with self._gradients_apart(), writing, nullcontext() if span is None or self.is_fake else self.noise:
             output = call.run(self._run)
         self.draws_on_host |= not self.is_fake and self._random.host_differs()
         self.put_back(host=not (is_apart and self.goes_on))

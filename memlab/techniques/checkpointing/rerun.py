@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from memlab.errors import RefusalError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import put_back
 from memlab.runtime.autocast import CallSettings
@@ -143,19 +144,40 @@ class Run:
             for weight in module._parameters.values():
                 if type(weight) is nn.Parameter and weight.requires_grad:
                     key = weight.untyped_storage()._cdata
-                    watch.protect_storage(key, functools.partial(self._weight_is_written, weight))
+                    watch.protect_storage(key, functools.partial(self._weight_is_written, weight, key))
 
     def put_weights_back(self) -> None:
         """Give weights that the first run has written to the values that it found."""
         for weight, before in self._weights.items():
             put_back(weight, before)
 
+    def refuse_moving_weights(self, call: Callable[..., Any], saved: Sequence[torch.Tensor]) -> None:
+        """Refuse a part that has written to its weights and would write something else to them in the backward pass.
+
+        Raises:
+            RefusalError: it does; its weights are as the first run found them.
+        """
+        weights = self.weights_now()
+        if not weights:
+            return
+        with self.again(), torch.no_grad():
+            args, kwargs = self.arguments(saved)
+            call(*args, **kwargs)
+        if not all(torch.equal(weight, values) for weight, values in weights.items()):
+            self.put_weights_back()
+            raise RefusalError(
+                "checkpointing",
+                f"the forward pass of {self._part.name} changes its weights, and would once more in the backward pass",
+                "use --offload activations",
+            )
+
     def weights_now(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return copies of the weights that have been written to."""
         return {weight: weight.detach().clone() for weight in self._weights}
 
-    def _weight_is_written(self, weight: nn.Parameter) -> None:
-        if weight not in self._weights:
+    def _weight_is_written(self, weight: nn.Parameter, key: int) -> None:
+        # one that is offloaded has another storage by then
+        if weight not in self._weights and weight.untyped_storage()._cdata == key:
             self._weights[weight] = weight.detach().clone()
 
     def _input_is_written(self, place: int, tensor: torch.Tensor) -> None:
@@ -230,6 +252,7 @@ def recomputed(
             run.protect_state(watch)
         if watched and watch is not None:
             run.protect(watch)
+            run.protect_weights(watch)
         products = Products() if selective else None
         around_again = Recomputation(
             part.owner if part.span is None else None, nullcontext() if products is None else products.giving()
@@ -251,6 +274,7 @@ def recomputed(
         except BaseException as error:
             _leave(error)
             raise
+    run.refuse_moving_weights(call, saved)
     if then is not None:
         then(run, saved)
     return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Precision
 from memlab.runtime.containers import Effect
+from memlab.runtime.hooks import is_compiled
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
@@ -64,8 +65,11 @@ class FirstCalls:
         before = _state_of(model)
         randomness = Randomness(before.generators)
         frozen = self._copies_of_frozen(model)
+        # a mode within which something is compiled would be part of what torch compiles it for
+        pure = self._precision is Precision.PURE_BF16 and not is_compiled(model)
         try:
-            output = self._lowered(call, args, kwargs)
+            with before.writing() if pure else nullcontext():
+                output = self._lowered(call, args, kwargs)
         except Exception as error:
             for each in frozen:
                 each.put_back()
@@ -73,7 +77,7 @@ class FirstCalls:
                 raise
             said = but + first_line(error)
         else:
-            written = [(each.name, each.tensor) for each in frozen if each.put_back()]
+            written = [*before.written(), *((each.name, each.tensor) for each in frozen if each.put_back())]
             if written:
                 before.restore(strict=False)
                 randomness.restore()
