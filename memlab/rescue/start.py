@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Start:
         if self._state is not None:
             self._copy_lasting(self._state)
         self._random = Randomness() if self._state is None else self._state.random
-        modules = [*model.modules()]
+        own, beside = [*model.modules()], [] if self._state is None else self._state.beside_it
         self._buffers = [
             (
                 table,
@@ -63,7 +63,7 @@ class Start:
                 buffer._version,
                 Storage(buffer),
             )
-            for table, name, buffer in (*_buffers_of(modules), *_frozen_of(modules, device))
+            for table, name, buffer in (*_buffers_of([*own, *beside]), *_left_to_forwards(own, beside, device))
             if not buffer.is_inference() and not self._is_in_state(buffer)
         ]
 
@@ -141,20 +141,24 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, torch.
         yield from ((module._buffers, name, each) for name, each in module._buffers.items() if each is not None)
 
 
-def _frozen_of(modules: Iterable[nn.Module], device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
-    """The same of parameters that do not train, of which a forward pass may keep averages (MoCo).
+def _left_to_forwards(
+    own: Sequence[nn.Module], beside: Iterable[nn.Module], device: torch.device
+) -> list[tuple[Any, str, torch.Tensor]]:
+    """The same of parameters that a forward pass may keep averages in (MoCo): those that do not train, and all of modules beside.
 
-    None where they are most of the model: base weights beside adapters, which nothing writes to.
+    None where they are far more than what trains: base weights beside adapters, which nothing writes to.
     """
-    found: dict[int, tuple[Any, str, torch.Tensor]] = {}
-    trained_bytes = frozen_bytes = 0
+    frozen = {id(each[2]): each for each in _parameters_of(own, device) if not each[2].requires_grad}
+    reached = {id(each[2]): each for each in _parameters_of(beside, device)}
+    trained_bytes = sum(
+        p.nbytes for module in own for p in module._parameters.values() if p is not None and p.requires_grad
+    )
+    few = [each for each in (frozen, reached) if sum(p.nbytes for _, _, p in each.values()) <= 2 * trained_bytes]
+    return [each for found in few for each in found.values()]
+
+
+def _parameters_of(modules: Iterable[nn.Module], device: torch.device) -> Iterator[tuple[Any, str, nn.Parameter]]:
     for module in modules:
         for name, each in module._parameters.items():
-            if each is not None and each.requires_grad:
-                trained_bytes += each.nbytes
-            elif (
-                each is not None and own_class(each) is nn.Parameter and each.device == device and id(each) not in found
-            ):
-                found[id(each)] = module._parameters, name, each
-                frozen_bytes += each.nbytes
-    return list(found.values()) if frozen_bytes <= 2 * trained_bytes else []
+            if each is not None and own_class(each) is nn.Parameter and each.device == device:
+                yield module._parameters, name, each

@@ -181,14 +181,13 @@ class State(Walk):
         super().__init__()
         self.most_containers = most_containers
         self._written = written
+        self._device, self._watches_frozen = device, frozen
         self._tensors: dict[int, KeptTensor] = {}
-        for module in modules:
-            self.module("", module)
-            if module._parameters:
-                self.met(_Parameters(module._parameters))
-                self.met(_Trains(module._parameters))
-            if module._parameters and (frozen or written or _keeps_statistics(module)):
-                self._keep_frozen(module, device, watched=frozen)
+        self.beside_it: list[nn.Module] = []  # modules that are reached and not among these, as a teacher's in a list
+        own = [*modules]
+        self._seen.update(map(id, own))
+        for module in own:
+            self._of_module(module)
         # containers and tensors; those that follow belong to the objects
         self._modules_hold, own_tensors = len(self._contents), len(self._tensors)
         for value in objects:
@@ -213,6 +212,20 @@ class State(Walk):
     ) -> State:
         """Return the state of a whole model, which is looked into further than a part that is run at every step."""
         return cls(model.modules(), objects, Written() if written is None else written, device, _OF_A_MODEL)
+
+    def beside(self, model: nn.Module, name: str) -> None:
+        for module in model.modules():
+            if self._is_new(module) and self._containers <= self.most_containers:
+                self.beside_it.append(module)
+                self._of_module(module)
+
+    def _of_module(self, module: nn.Module) -> None:
+        self.module("", module)
+        if module._parameters:
+            self.met(_Parameters(module._parameters))
+            self.met(_Trains(module._parameters))
+        if module._parameters and (self._watches_frozen or self._written or _keeps_statistics(module)):
+            self._keep_parameters(module)
 
     @property
     def tensors(self) -> Sequence[KeptTensor]:
@@ -289,21 +302,23 @@ class State(Walk):
             now = container.read()
             container.fill({key: originals.get(id(value), value) for key, value in now.items()})
 
-    def _keep_frozen(self, module: nn.Module, device: torch.device, *, watched: bool) -> None:
+    def _keep_parameters(self, module: nn.Module) -> None:
+        """Keep those that no gradient comes to, and all of a module beside the others: no backward pass updates those."""
         keeps_statistics = _keeps_statistics(module)
+        is_beside = bool(self.beside_it) and self.beside_it[-1] is module
         for parameter in module._parameters.values():
             # what a technique or an engine keeps elsewhere, or in another form, is no statistic
             if (
                 parameter is None
                 or own_class(parameter) not in _FROZEN
-                or parameter.requires_grad
-                or parameter.device != device
+                or (parameter.requires_grad and not is_beside)
+                or parameter.device != self._device
             ):
                 continue
             size_bytes = parameter.untyped_storage().nbytes()
             is_small = keeps_statistics and size_bytes <= SMALL_BYTES
             copied = is_small or parameter in self._written
-            if size_bytes and (copied or watched) and not parameter.is_inference():
+            if size_bytes and (copied or self._watches_frozen) and not parameter.is_inference():
                 self._tensors.setdefault(id(parameter), KeptTensor(parameter, copied=copied))
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:

@@ -7,7 +7,7 @@ not change what is being measured.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -38,8 +38,9 @@ class Snapshot:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._spill = Spill(resolve_tier(Tier.AUTO, workload.device, "snapshot"))
-        tensors = chain(workload.model.named_parameters(), workload.model.named_buffers())
-        self._tensors = {name: self._spill.store(_own_values(tensor)) for name, tensor in tensors}
+        # what else training changes: attributes, globals, models beside it, generators of the model's own
+        self._reached = State.of_model(workload.model, workload.device)
+        self._tensors = {name: self._spill.store(_own_values(tensor)) for name, tensor in self._named_tensors()}
         self._gradients = {
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
         }
@@ -62,15 +63,13 @@ class Snapshot:
         ]
         self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self._training = {name: module.training for name, module in workload.model.named_modules()}
-        # what else training changes: attributes, globals, generators of the model's own
-        self._reached = State.of_model(workload.model, workload.device)
 
     def restore(self) -> None:
         """Put everything back into the live objects, keeping their tensors where they fit."""
         workload = self._workload
         self._reached.restore()
         with torch.no_grad():
-            for name, tensor in chain(workload.model.named_parameters(), workload.model.named_buffers()):
+            for name, tensor in self._named_tensors():
                 _give_values(tensor, self._tensors[name])
             for name, parameter in workload.model.named_parameters():
                 saved = self._gradients.get(name)
@@ -85,6 +84,13 @@ class Snapshot:
         for name, module in workload.model.named_modules():
             module.training = self._training[name]
         self._reached.random.restore()  # last: whatever is put back may draw
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model = self._workload.model
+        yield from chain(model.named_parameters(), model.named_buffers())
+        for place, module in enumerate(self._reached.beside_it):
+            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+                yield f"{name} of module {place} beside it", tensor
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         parameters = (p for group in optimizer.param_groups for p in group["params"])

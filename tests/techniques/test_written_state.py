@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +44,8 @@ def _sets(state: torch.Tensor, values: torch.Tensor) -> None:
 
 
 WRITES: tuple[Write, ...] = (_copies, _copies_data, _replaces_data, _replaces_and_writes, _sets)
-HOLDERS = ("buffer", "attribute", "frozen", "embedding")
+# the last ones are modules that the block reaches and does not hold
+HOLDERS = ("buffer", "attribute", "frozen", "embedding", "in a list", "in an object", "training, in a list", "global")
 SIZES = (40, 136)  # 136 x 136 numbers are more than memlab copies without having seen them written to
 SETTINGS = (
     "", "--checkpoint", "--checkpoint selective", "--accumulate 2", "--offload params", "--checkpoint --offload params",
@@ -50,11 +53,15 @@ SETTINGS = (
 )  # fmt: skip
 
 
+TEACHERS: dict[int, nn.Module] = {}
+
+
 class Averaging(nn.Module):
     """A block that averages its weights, in state that it holds in one place or another."""
 
-    def __init__(self, holder: str, write: Write, size: int, *, is_last: bool) -> None:
+    def __init__(self, holder: str, write: Write, size: int, place: int, *, is_last: bool) -> None:
         super().__init__()
+        self.holder, self.place = holder, place
         self.first, self.second = nn.Linear(size, size), nn.Linear(size, size)
         self.write, self.is_last = write, is_last
         values = torch.zeros(size, size)
@@ -62,24 +69,34 @@ class Averaging(nn.Module):
             self.register_buffer("average", values)
         elif holder == "embedding":
             self.table = nn.Embedding.from_pretrained(values)
+        elif holder == "global":
+            TEACHERS[self.place] = nn.Embedding.from_pretrained(values)
+        elif "in a" in holder:
+            teacher = nn.Embedding.from_pretrained(values, freeze="training" not in holder)
+            self.others = [teacher] if "list" in holder else SimpleNamespace(teacher=teacher)
         else:
             self.average = values if holder == "attribute" else nn.Parameter(values, requires_grad=False)
 
     @property
     def state(self) -> torch.Tensor:
-        return self.table.weight if hasattr(self, "table") else self.average
+        if self.holder == "global":
+            return TEACHERS[self.place].weight
+        if "in a" in self.holder:
+            return (self.others[0] if isinstance(self.others, list) else self.others.teacher).weight
+        return self.table.weight if self.holder == "embedding" else self.average
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.write(self.state, 0.9 * self.state.detach() + 0.1 * self.first.weight.detach())
         hidden = torch.tanh(self.first(inputs))
-        moved = hidden @ self.state
+        moved = hidden @ self.state.detach()
         return inputs + self.second(hidden) + (moved if self.is_last else moved.tanh())
 
 
 def run(setting: str | None, holder: str, write: Write, size: int, *, is_last: bool) -> list[torch.Tensor]:
     """Losses and states of three steps."""
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Averaging(holder, write, size, is_last=is_last) for _ in range(2)))
+    TEACHERS.clear()
+    blocks = nn.Sequential(*(Averaging(holder, write, size, place, is_last=is_last) for place in range(2)))
     model = nn.Sequential(blocks, nn.Linear(size, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     losses = []
@@ -114,6 +131,55 @@ def test_state_is_written_once(setting: str, holder: str, write: Write, size: in
     tolerance = 3e-2 if "bf16" in setting else 1e-4
     for one, other in zip(found, run(None, holder, write, size, is_last=is_last), strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+class Normed(nn.Module):
+    """A layer whose weight is normed in its forward pass, in place, as it trains."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(8, 8), factor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layer.weight.copy_(self.factor * nn.functional.normalize(self.layer.weight))
+        return inputs + torch.tanh(self.layer(inputs))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    {
+        "--accumulate 2": "accumulation: the forward pass of Sequential writes to its parameters",
+        "--checkpoint": "checkpointing: the forward pass of 0.0 changes its weights, and would once more in the backward pass",
+        "--precision pure-bf16": "the forward pass of Sequential changes the weight 0.0.layer.weight, and bf16 would lose small changes",
+        "--offload activations": "",
+    }.items(),
+)
+def test_weights_that_a_forward_writes_to(setting: str, reason: str, factor: float) -> None:
+    def steps(plan: str) -> list[torch.Tensor]:
+        losses = []
+        with fit(Workload(model, optimizer), plan):
+            for step in range(3):
+                loss = model(inputs[step]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        return losses
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Normed(factor) for _ in range(2))), nn.Linear(8, 1))
+    before, inputs = copy.deepcopy(model.state_dict()), torch.randn(3, 4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    if reason:
+        with pytest.raises(RefusalError, match=reason):
+            steps(setting)
+        assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+        return
+    losses = steps(setting)
+    model.load_state_dict(before)
+    assert torch.equal(torch.stack(losses), torch.stack(steps("")))
 
 
 class Momentum(nn.Module):
