@@ -109,19 +109,10 @@ class TestWrongInput:
         assert sessions() == ()
 
 
-_BATCHNORM = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         ("model", "plan", "text"),
         [
-            (
-                _BATCHNORM,
-                "--accumulate 2",
-                "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; add "
-                "--batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, or use --checkpoint or --offload activations, which keep the batch whole",
-            ),
             (
                 nn.Linear(4, 2),
                 "--checkpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from queue import SimpleQueue
 from typing import Any
@@ -519,13 +520,38 @@ class TestRefusals:
 
     def test_batch_norm(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        with pytest.raises(RefusalError) as caught:
-            fit(workload(model), "--accumulate 2")
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RefusalError) as caught, fit(workload(model), "--accumulate 2"):
+            model(torch.randn(4, 4))
+        assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
         assert str(caught.value) == (
             "accumulation: Sequential has BatchNorm (1), whose statistics depend on the whole batch; "
             "add --batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, "
             "or use --checkpoint or --offload activations, which keep the batch whole"
         )
+
+    def test_batch_norm_that_the_loop_freezes_and_thaws(self) -> None:
+        """Frozen ones are split as any layer; a batch that comes after the loop has thawed them is run whole."""
+
+        def outputs(plan: str) -> tuple[list[torch.Tensor], list[str]]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            found, inputs = [], torch.randn(4, 8, 4)
+            with fit(workload(model), plan) as session:
+                for step in range(4):
+                    model.train()
+                    model[1].train(step > 1)
+                    loss = model(inputs[step]).square().mean()
+                    loss.backward()
+                    found.append(loss.detach())
+                notes = [note for each in session.techniques for note in each.notes]
+            return [*found, *(each.grad for each in model.parameters() if each.grad is not None)], notes
+
+        (found, notes), (plain, _) = outputs("--accumulate 2"), outputs("")
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+        assert notes == [
+            "a batch is run whole, since Sequential has BatchNorm (1), whose statistics depend on the whole batch"
+        ]
 
     def test_rows_that_depend_on_each_other(self) -> None:
         class Centred(nn.Linear):

@@ -96,6 +96,7 @@ class Accumulation(Technique):
         self.applies = False
         # while it is attached
         self._model: nn.Module
+        self._batch_norms: list[tuple[str, nn.Module]] = []  # that would take statistics of each part unasked
         # by condition
         self._probes: dict[int, Probe] = {}
         self._name = ""
@@ -120,21 +121,21 @@ class Accumulation(Technique):
     def _per_part(self) -> tuple[type[nn.Module], ...]:
         return BATCH_NORM if self.plan.batchnorm is BatchNorm.MICRO else ()
 
-    def check(self, workload: Workload) -> None:
-        self._check_batch_norm(workload.model, workload.name)
-
-    def _check_batch_norm(self, model: nn.Module, model_name: str) -> None:
-        for name, module in () if self._per_part else model.named_modules():
-            if isinstance(module, BATCH_NORM) and module.training:
+    def _check_batch_norm(self) -> None:
+        """Refuse statistics of a whole batch; at each call, as loops freeze layers when they have begun."""
+        for name, module in self._batch_norms:
+            if module.training:
                 raise RefusalError(
                     self.field,
-                    f"{model_name} has BatchNorm ({name}), whose statistics depend on the whole batch",
+                    f"{self._name} has BatchNorm ({name}), whose statistics depend on the whole batch",
                     "add --batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, "
                     "or use --checkpoint or --offload activations, which keep the batch whole",
                 )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model, self._name = workload.model, workload.name
+        modules = () if self._per_part else workload.model.named_modules()
+        self._batch_norms = [each for each in modules if isinstance(each[1], BATCH_NORM)]
         self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
         self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
@@ -155,6 +156,7 @@ class Accumulation(Technique):
 
     def _forget(self) -> None:
         del self._model
+        self._batch_norms.clear()
         self._probes.clear()
         self._verdicts.clear()
         self._starts.clear()
@@ -197,6 +199,7 @@ class Accumulation(Technique):
             RefusalError: it cannot be split; nothing of it is left behind.
             OtherConditionsError: it is under other conditions than the last call; likewise.
         """
+        self._check_batch_norm()
         refuse_kept_weights(self.field, self._model, self._name)
         if is_within_checkpoint():
             raise RefusalError(
@@ -340,7 +343,6 @@ class Accumulation(Technique):
     def _judged(
         self, call: ModelCall, whole: Call, layout: Layout, parts: int, starts: set[Any]
     ) -> SplitVerdict | None:
-        self._check_batch_norm(self._model, self._name)
         with self._uncompiled():
             is_low = self.plan.precision not in _FULL
             judge = Judge(self._model, self._name, self._probe_of(whole), self._per_part, is_low=is_low)
