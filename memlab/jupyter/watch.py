@@ -169,6 +169,7 @@ class CellWatch:
         """Go back to the plans before the cell, which memlab has refused."""
         for session, taken in self.models.present:
             session.loop_was_left()
+            session.usage.was_refused()
             session.switching.give_up(refusal, taken.plan_before)
 
     def _step_ended(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.errors import RefusalError, SessionError, WorkloadError
+from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import state_layers
@@ -156,7 +156,9 @@ class Session:
         self._require_attached()
         return self
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, MemlabError) and error.in_loop and self.attached:
+            self.usage.was_refused()
         self.undo()
 
     def __repr__(self) -> str:

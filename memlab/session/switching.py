@@ -288,7 +288,9 @@ def _has_same(field: str, one: Plan, other: Plan) -> bool:
 
 
 def check(workload: Workload, plan: Plan) -> None:
-    """Ask every technique of a plan whether it applies, without applying any."""
+    """Ask every technique of a plan whether it applies, to the model as it is now, without applying any."""
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
     check_all(coming, workload, workload.optimizers, session.techniques if session is not None else ())
+    for technique in coming:
+        technique.check_modes(workload)

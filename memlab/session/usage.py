@@ -28,6 +28,7 @@ class Usage:
         """Begin with another loop; `is_within_step` if the model was called and its optimizer has not stepped yet."""
         # an update without a call may be that of a call in an earlier cell
         self._was_begun = is_within_step or any(p.grad is not None for p in self._workload.model.parameters())
+        self._is_in_first_step = not self._was_begun
         self.ends_earlier_step = False  # whether the loop has made such an update
         self.was_called = False  # whether the loop has called the model to train it
         self._is_called = False  # whether it has done so since the last step
@@ -53,7 +54,7 @@ class Usage:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped; say what had no effect where it has stepped before."""
         self._was_updated_after |= self._is_called
-        self._is_called = False
+        self._is_called = self._is_in_first_step = False
         if id(optimizer) in self._stepped:
             self.note()
         if not self._was_updated_after:
@@ -61,6 +62,12 @@ class Usage:
                 self._was_begun, self.ends_earlier_step = False, True
             else:
                 self._stepped.add(id(optimizer))
+
+    def was_refused(self) -> None:
+        """Take away what the backward pass of a first step has left, which memlab has refused."""
+        if self._is_in_first_step:
+            for parameter in self._workload.model.parameters():
+                parameter.grad = None
 
     def note(self) -> None:
         """Write into the log which settings had no effect, once it is known that they had none."""

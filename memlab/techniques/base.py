@@ -180,6 +180,13 @@ class Technique:
             RefusalError: with the reason and the nearest thing that works.
         """
 
+    def check_modes(self, workload: Workload) -> None:
+        """Refuse modes that modules are in now; a loop that has not begun may set others.
+
+        Raises:
+            RefusalError: with the reason and what to do.
+        """
+
     def check_traced(self) -> None:
         """Refuse what a traced program of the model could not use, which holds the very weights.
 

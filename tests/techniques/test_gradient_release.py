@@ -541,6 +541,18 @@ def test_a_loop_that_needs_its_gradients_is_refused_before_anything_changed(betw
     assert not all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize("had_gradients", [False, True])
+def test_gradients_of_a_refused_first_step_are_not_left_for_the_next_loop(had_gradients: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if had_gradients:
+        loss_of(model, 0).backward()
+    with pytest.raises(RefusalError), fit(Workload(model, optimizer), "--release-grads"):
+        loss_of(model, 0).backward()
+        clipped(model, optimizer, 0)
+    assert {p.grad is not None for p in model.parameters()} == {had_gradients}
+
+
 @pytest.mark.parametrize("between", REFUSED, ids=lambda between: between.__name__)
 def test_a_loop_that_begins_to_need_them_is_told_that_it_is_too_late(between: Any) -> None:
     model = mlp()

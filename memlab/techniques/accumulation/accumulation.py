@@ -96,7 +96,7 @@ class Accumulation(Technique):
         self.applies = False
         # while it is attached
         self._model: nn.Module
-        self._batch_norms: list[tuple[str, nn.Module]] = []  # that would take statistics of each part unasked
+        self._batch_norms: list[tuple[str, nn.Module]] = []
         # by condition
         self._probes: dict[int, Probe] = {}
         self._name = ""
@@ -121,21 +121,27 @@ class Accumulation(Technique):
     def _per_part(self) -> tuple[type[nn.Module], ...]:
         return BATCH_NORM if self.plan.batchnorm is BatchNorm.MICRO else ()
 
-    def _check_batch_norm(self) -> None:
-        """Refuse statistics of a whole batch; at each call, as loops freeze layers when they have begun."""
-        for name, module in self._batch_norms:
+    def check_modes(self, workload: Workload) -> None:
+        self._refuse_batch_norm(self._batch_norms_of(workload.model), workload.name)
+
+    def _batch_norms_of(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Modules that would take statistics of each part, unasked."""
+        modules = () if self._per_part else model.named_modules()
+        return [each for each in modules if isinstance(each[1], BATCH_NORM)]
+
+    def _refuse_batch_norm(self, batch_norms: Sequence[tuple[str, nn.Module]], model_name: str) -> None:
+        for name, module in batch_norms:
             if module.training:
                 raise RefusalError(
                     self.field,
-                    f"{self._name} has BatchNorm ({name}), whose statistics depend on the whole batch",
+                    f"{model_name} has BatchNorm ({name}), whose statistics depend on the whole batch",
                     "add --batchnorm micro for statistics of each micro-batch, as in accumulation written by hand, "
                     "or use --checkpoint or --offload activations, which keep the batch whole",
                 )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model, self._name = workload.model, workload.name
-        modules = () if self._per_part else workload.model.named_modules()
-        self._batch_norms = [each for each in modules if isinstance(each[1], BATCH_NORM)]
+        self._batch_norms = self._batch_norms_of(workload.model)
         self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
         self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
@@ -199,7 +205,7 @@ class Accumulation(Technique):
             RefusalError: it cannot be split; nothing of it is left behind.
             OtherConditionsError: it is under other conditions than the last call; likewise.
         """
-        self._check_batch_norm()
+        self._refuse_batch_norm(self._batch_norms, self._name)
         refuse_kept_weights(self.field, self._model, self._name)
         if is_within_checkpoint():
             raise RefusalError(
