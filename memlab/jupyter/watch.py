@@ -18,11 +18,11 @@ from typing import Any, Self
 
 from torch import nn
 
-from memlab.errors import MemlabError
+from memlab.errors import MemlabError, RefusalError
 from memlab.jupyter.cell_meter import CellMeter
 from memlab.jupyter.cell_observers import Notes, without_graph
 from memlab.jupyter.cell_records import Taken, TakenModels, measurements_of, notes_of, tell_apart, title_of
-from memlab.jupyter.cells import CellErrors
+from memlab.jupyter.cells import CellErrors, tell
 from memlab.jupyter.first_call import ModelSearch
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
@@ -117,7 +117,7 @@ class CellWatch:
         )
         before = attached.plan if attached is not None else Plan()
         try:
-            session = _session_for(workload, None if self._is_chosen else self._plan, self.models.sessions)
+            session = self._session_of_one(workload)
         except MemlabError as refusal:
             if self.errors.needs_plan or attached is not None:
                 raise
@@ -142,6 +142,17 @@ class CellWatch:
             taken.undo.callback(taken.wake)
         if self.errors.failure:
             self._undo.close()
+
+    def _session_of_one(self, workload: Workload) -> Session:
+        """The session of a model with the plan on it; one beside others that it does not apply to is left as it is."""
+        others = self.models.sessions
+        try:
+            return _session_for(workload, None if self._is_chosen else self._plan, others)
+        except RefusalError as refusal:
+            if not others or session_of(workload.model) is not None:
+                raise
+            tell(f"{workload.name} is left as it is: {refusal}")
+            return _session_for(workload, None, others)
 
     def _let_steer(self, session: Session, taken: Taken, meter: Meter) -> None:
         """Have panels follow the cell, and whoever uses them steer it."""

@@ -502,3 +502,33 @@ model = Wrapper(model)""")
     assert "in place of Sequential, which is part of Wrapper" in cell("%memfit").out
     cell("%memfit undo")
     assert sessions() == ()
+
+
+def test_a_model_that_the_plan_does_not_apply_to_is_left_beside_others(shell: Any, cell: Cell) -> None:
+    setup = """
+import torch; from torch import nn
+torch.manual_seed(0)
+codes = nn.Embedding(6, 4)
+decoder = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)), nn.Linear(8, 1))
+optimizer = torch.optim.Adam([*decoder.parameters(), *codes.parameters()], lr=1e-2)
+points, losses = torch.randn(6, 5, 4), []
+"""
+    loop = """
+for k in range(6):
+    loss = decoder(torch.cat([points[k], codes(torch.tensor(k)).expand(5, -1)], 1)).abs().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+"""
+    assert cell(setup + loop).error is None
+    plain = shell.user_ns["losses"]
+    assert cell(setup).error is None
+    ran = cell(f"%%memfit --checkpoint\n{loop}")
+    assert ran.error is None
+    assert "memfit: codes is left as it is: checkpointing: no part of codes can be recomputed" in ran.out + ran.err
+    assert shell.user_ns["losses"] == plain
+    assert {each.workload.name: each.plan.label for each in sessions()} == {
+        "decoder": "--checkpoint",
+        "codes": "as written",
+    }
