@@ -284,7 +284,12 @@ class Probe:
                 found[position] = holding
         return found, [whole, *outputs]
 
-    def _number(self, outputs: Any, position: int) -> float:
+    def _number(self, outputs: Outputs, position: int) -> float:
+        """Return a scalar among outputs, which every part of a batch has to have.
+
+        Raises:
+            RefusalError: this part has none.
+        """
         number = outputs.leaves[position]
         if not isinstance(number, torch.Tensor):
             reason = f"{self._name} returns a number for a whole batch and none for some of its rows"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dis
 import types
+from collections import ChainMap
 from collections.abc import Iterator
 from itertools import pairwise
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from memlab.runtime.callers import is_installed
+from memlab.runtime.containers import content_of
 
 _MOST_FUNCTIONS = 500
 # what a loop may do with a gradient that is gone: drop it, zero it, ask whether it is there
@@ -41,7 +43,7 @@ def use_of_gradients(frame: FrameType | None) -> str | None:
     waiting: list[tuple[CodeType, Any, Any]] = []
     while frame is not None:
         if not is_installed(frame.f_code.co_filename):
-            waiting.append((frame.f_code, {**frame.f_globals, **frame.f_locals}, frame.f_locals.get("self")))
+            waiting.append((frame.f_code, ChainMap(frame.f_locals, frame.f_globals), frame.f_locals.get("self")))
         frame = frame.f_back
     seen: set[CodeType] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
@@ -66,16 +68,9 @@ def _called(value: Any) -> list[tuple[CodeType, Any, Any]]:
     if not isinstance(function, FunctionType) or is_installed(function.__code__.co_filename):
         return []
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    within = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+    within = {name: content_of(cell) for name, cell in cells}
     owner = getattr(value, "__self__", None)
-    return [(function.__code__, {**function.__globals__, **within}, owner)]
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # a variable without a value yet
-        return False
+    return [(function.__code__, ChainMap(within, function.__globals__), owner)]
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

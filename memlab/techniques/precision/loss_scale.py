@@ -46,7 +46,7 @@ class LossScale:
     def __init__(self) -> None:
         # factor by which gradients are multiplied on entering the backward pass; a power of two
         self.scale = FIRST_SCALE
-        self._is_taken = False  # whether gradients of the backward pass under way are not scaled
+        self._is_unscaled = False  # whether gradients of the backward pass under way are not scaled
         self._is_off: bool | None = None  # whether the loop sees to its precision itself; known from the first call on
         self._good_steps = 0
         self._sums: list[torch.Tensor] = []
@@ -131,7 +131,7 @@ class LossScale:
     @property
     def factor(self) -> float:
         """Return what gradients within calls are multiplied by in the backward pass under way."""
-        return 1.0 if self._is_taken else self.scale
+        return 1.0 if self._is_unscaled else self.scale
 
     @contextmanager
     def _scaled_past_calls(self, roots: Sequence[Any], accumulates: bool) -> Iterator[None]:
@@ -183,11 +183,11 @@ class LossScale:
 
     @contextmanager
     def _unscaled(self) -> Iterator[None]:
-        before, self._is_taken = self._is_taken, True
+        before, self._is_unscaled = self._is_unscaled, True
         try:
             yield
         finally:
-            self._is_taken = before
+            self._is_unscaled = before
 
     def _look_at_update_by_hand(self, found: Iterable[torch.Tensor]) -> None:
         workload = self._workload()
