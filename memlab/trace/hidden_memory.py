@@ -15,7 +15,8 @@ Sources (pytorch; the formulas are those of 2.13 unless a version is named):
 - sums over rows: cuda/Reduce.cuh `setReduceConfig`, `global_memory_size`;
 - convolutions: native/Convolution.cpp `determine_backend_memory_format`, cudnn/ConvShared.cpp; layer norm: native/cuda/layer_norm_kernel.cu;
 - logsumexp: native/ReduceOps.cpp `logsumexp_out_impl`;
-- safe softmax: SoftMax / transformers/attention.cpp `_safe_softmax`.
+- softmax: cuda/SoftMax.cu `softmax_backward_cuda_out`; transformers/attention.cpp `_safe_softmax`;
+- losses: native/Loss.cpp, cuda/Loss.cu; sums of whole numbers: native/ReduceOps.cpp.
 
 Known limitations: workspaces of cuDNN (its attention, plans of convolutions, recurrent layers), of cub's sorts, and the
 extra buffers of deterministic algorithms are not counted, nor flash attention's split over keys for small batches.
@@ -149,6 +150,28 @@ def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
     return scores.numel(), scores.numel() // max(scores.size(dim), 1)
 
 
+def _softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+    """Return what the product of gradient and output takes; the gradient is in fp32 where softmax has raised its input to that."""
+    return (args[0].nbytes,)
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+_NO_REDUCTION = 0
+
+
+def _reduced_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
+    """Losses of all elements, before they are summed up."""
+    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
+    return () if reduction == _NO_REDUCTION else (args[0].nbytes,)
+
+
+def _logits_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
+    """Log-sigmoids, and losses of all elements where they are summed up."""
+    reduction = args[4] if len(args) > 4 else kwargs.get("reduction", 1)
+    return (args[0].nbytes,) * (1 if reduction == _NO_REDUCTION else 2)
+
+
 # --- sums over equal indices ----------------------------------------------------------------------
 
 _SORTS_FROM = 3072
@@ -187,6 +210,8 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256  # of a thread
 
 def _sum(args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> Sizes:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not (args[0].is_floating_point() or args[0].is_complex() or args[0].dtype is torch.int64):
+        return (args[0].numel() * _INDEX_BYTES,)  # small whole numbers are made long ones first
     return _column_sums(args[0], [dims] if isinstance(dims, int) else dims, gpu)
 
 
@@ -236,8 +261,9 @@ def _power_of_two(number: int, most: int) -> int:
 
 
 def _logsumexp(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
-    """Exponentials of all numbers."""
-    return (args[0].nbytes,)
+    """Exponentials of all numbers, and the largest of each row."""
+    dims = [dim % args[0].dim() for dim in args[1]]
+    return args[0].nbytes, args[0].nbytes // max(math.prod(args[0].size(dim) for dim in dims), 1)
 
 
 def _layer_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
@@ -293,6 +319,9 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(_overloads(_aten._scaled_dot_product_efficient_attention_backward), _efficient_backward),
     **dict.fromkeys(_overloads(_aten._scaled_dot_product_efficient_attention), _efficient_forward),
     **dict.fromkeys(_overloads(_aten._safe_softmax), _safe_softmax),
+    **dict.fromkeys(_overloads(_aten._softmax_backward_data), _softmax_backward),
+    **dict.fromkeys(_overloads(_aten.mse_loss, _aten.smooth_l1_loss, _aten.huber_loss), _reduced_loss),
+    **dict.fromkeys(_overloads(_aten.binary_cross_entropy_with_logits), _logits_loss),
     **dict.fromkeys(_overloads(_aten.embedding_dense_backward), _embedding_backward),
     **dict.fromkeys(
         _overloads(_aten.index_put, _aten.index_put_, _aten._unsafe_index_put, _aten._index_put_impl_), _index_put

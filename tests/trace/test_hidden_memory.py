@@ -131,7 +131,34 @@ def test_sums_over_rows_take_what_blocks_of_threads_add_up_apart() -> None:
 def test_logsumexp_takes_its_exponentials() -> None:
     rows = torch.empty(128, 4096, device="meta")
 
-    assert hidden_bytes(torch.ops.aten.logsumexp.default, (rows, [1]), {}, A100) == (rows.nbytes,)
+    assert hidden_bytes(torch.ops.aten.logsumexp.default, (rows, [1]), {}, A100) == (rows.nbytes, 128 * 4)
+
+
+def test_softmax_backward_takes_the_product_of_gradient_and_output() -> None:
+    gradient, scores = torch.empty(8, 64, 64, device="meta"), torch.empty(8, 64, 64, device="meta")
+    func = torch.ops.aten._softmax_backward_data.default
+
+    assert hidden_bytes(func, (gradient, scores, -1, torch.bfloat16), {}, A100) == (gradient.nbytes,)
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"])
+@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+def test_losses_that_are_summed_up_are_there_for_each_element(loss: str, reduction: int) -> None:
+    outputs, targets = torch.empty(64, 32, device="meta"), torch.empty(64, 32, device="meta")
+    sizes = hidden_bytes(getattr(torch.ops.aten, loss).default, (outputs, targets), {"reduction": reduction}, A100)
+
+    own = 1 if loss.startswith("binary") else 0  # the logarithm of its sigmoid
+    assert sizes == (outputs.nbytes,) * (own + (reduction > 0))
+
+
+def test_sums_of_small_whole_numbers_are_of_long_ones() -> None:
+    mask, numbers = (
+        torch.empty(64, 32, dtype=torch.bool, device="meta"),
+        torch.empty(64, 32, dtype=torch.int64, device="meta"),
+    )
+
+    assert hidden_bytes(torch.ops.aten.sum.dim_IntList, (mask, [1]), {}, A100) == (64 * 32 * 8,)
+    assert hidden_bytes(torch.ops.aten.sum.dim_IntList, (numbers, [1]), {}, A100) == ()
 
 
 def test_efficient_backward_before_volta_splits_no_keys() -> None:
@@ -149,7 +176,8 @@ def test_efficient_forward_of_many_channels_adds_up_in_fp32() -> None:
 def test_plain_attention_marks_empty_rows() -> None:
     sizes = attend(A100, FP32, (2, 4, 16, 64), key_heads=2)
 
-    assert sizes == {"_safe_softmax": (2 * 4 * 16 * 16, 2 * 4 * 16)}
+    scores = 2 * 4 * 16 * 16
+    assert sizes == {"_safe_softmax": (scores, 2 * 4 * 16), "_softmax_backward_data": (4 * scores,)}
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(4096, 50_000), (4096, 1024)])
