@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -742,6 +743,25 @@ def test_parameters_are_back_in_place_when_the_model_raises() -> None:
             model(*batch)
         assert [id(p) for p in model.parameters()] == before
         assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_a_forward_counts_before_it_raises_stays_counted(error: type[BaseException]) -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise error
+            return super().forward(inputs)
+
+    model = Counting(4, 2)
+    with fit(workload(model), "--accumulate 2"):
+        for call in range(1, 4):
+            with pytest.raises(error) if call == 2 else nullcontext():
+                model(torch.ones(4, 4))
+            assert model.calls == call
 
 
 def test_casts_of_recomputed_blocks_do_not_add_up() -> None:

@@ -142,6 +142,14 @@ def test_loss_and_gradients_are_those_without_tiles(name: str, tiles: int) -> No
 
 
 @pytest.mark.usefixtures("small_is_large")
+def test_a_batch_without_rows() -> None:
+    model = gated()
+    with fit(workload(model), "--tile 2"):
+        assert model(torch.zeros(3, 0, 16)).shape == (3, 0, 16)
+        model(torch.zeros(0, 4, 16)).sum().backward()
+
+
+@pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("flags", PLANS)
 def test_tiles_beside_other_techniques(flags: str) -> None:
     model, batch = gpt2(layers=3), ragged_batch()

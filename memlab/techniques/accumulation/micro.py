@@ -214,7 +214,7 @@ class MicroRun:
                     self._first_run_of(index)
                     if untouched is not None:
                         self._check_untouched(untouched)
-            except BaseException:
+            except Exception:  # a Ctrl-C leaves what the call has done so far, as in a whole batch
                 if self._snapshot is not None:
                     self._snapshot.restore(strict=False)
                 raise

@@ -170,7 +170,7 @@ class Tiling(Technique):
             hidden = _only_tensor(args, kwargs)
             is_training = part.owner.training and torch.is_grad_enabled()
             is_whole = id(part.owner) not in self._row_parts or has_hooks(part)
-            if hidden is None or hidden.dim() < 2 or not is_training or is_whole:
+            if hidden is None or hidden.dim() < 2 or not hidden.numel() or not is_training or is_whole:
                 return original(*args, **kwargs)
             self._tiled["parts"].add(id(part.owner))
             rows = hidden.reshape(*[1] * (hidden.dim() - 2), -1, hidden.shape[-1])  # [1, n, d]
