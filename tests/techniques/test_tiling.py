@@ -145,8 +145,8 @@ def test_loss_and_gradients_are_those_without_tiles(name: str, tiles: int) -> No
 def test_a_batch_without_rows() -> None:
     model = gated()
     with fit(workload(model), "--tile 2"):
-        assert model(torch.zeros(3, 0, 16)).shape == (3, 0, 16)
-        model(torch.zeros(0, 4, 16)).sum().backward()
+        for rows in (4, 0):
+            model(torch.zeros(rows, 16)).backward()
 
 
 @pytest.mark.usefixtures("small_is_large")
