@@ -108,6 +108,8 @@ class Tiling(Technique):
         largest = f"the largest takes {format_bytes(linears[-1].weight_bytes)}" if linears else "it has none at all"
         has_head = self.plan.loss is Loss.CHUNKED and bool(large_heads(model))
         beside = " beside the head, whose loss is chunked," if has_head else ""
+        if any(isinstance(each, nn.Linear) and "weight" not in each._parameters for each in workload.model.modules()):
+            beside += " but those with computed weights"
         raise RefusalError(
             self.field,
             f"no linear layer of {workload.name}{beside} has a weight of {format_bytes(LARGE_BYTES)} or more: {largest}",
