@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -55,6 +56,11 @@ class _Trouble:
         self.applied: set[str] = set()  # fields that were seen to apply
         self.fallback: Fallback | None = None
         self.tried_again: Plan | None = None  # with what had been freed, before numbers would change
+        # once the first one is to come that changes numbers: the base with all settings, and what was left out of it
+        self.whole: tuple[Plan, set[str]] | None = None
+        self.may_change_numbers = False
+        # whether an update has rounded moments on the way; else they are as they were, once another plan is in force
+        self.has_rounded = False
         self.is_last_try = False
         self.refusal: RefusalError | None = None  # of a plan that was tried
         self.began = began
@@ -174,8 +180,7 @@ class Recovery:
         release(error)
         start_over()
         collect()
-        is_room = self._fall_back(trouble, place, keeps_rows=keeps_rows)
-        is_room = is_room or (self._leaves_out(trouble) and self._fall_back(trouble, place, keeps_rows=keeps_rows))
+        is_room = self._finds_room(trouble, place, keeps_rows=keeps_rows)
         if not is_room and not (self._is_base_in_force(trouble) and self._companions_come()):
             if trouble.is_last_try:
                 if trouble.refusal is not None and self.falls_back(trouble.refusal):
@@ -205,9 +210,24 @@ class Recovery:
         trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
         return trouble
 
+    def _finds_room(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
+        """Change to the next plan to try; those that change numbers are tried after all exact ones."""
+        fall_back = partial(self._fall_back, trouble, place, keeps_rows=keeps_rows)
+        if not trouble.may_change_numbers:
+            if fall_back():
+                return True
+            trouble.whole = trouble.whole or (trouble.base, {*trouble.left_out})
+            if self._leaves_out(trouble) and fall_back():
+                return True
+            trouble.may_change_numbers = True
+            trouble.base, trouble.left_out = trouble.whole
+        return fall_back() or (self._leaves_out(trouble) and fall_back())
+
     def _fall_back(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
         """Change to the first fallback that applies, or try once more before numbers would change; whether there is one."""
         while (fallback := next(self._fallbacks(trouble, place, keeps_rows=keeps_rows), None)) is not None:
+            if fallback.lossy and not trouble.may_change_numbers:
+                return False
             if fallback.lossy and trouble.tried_again != trouble.base:
                 trouble.tried_again = trouble.base  # what has just been freed may be enough, or what others hold
                 self._drop_graphs()
@@ -238,8 +258,11 @@ class Recovery:
 
     def _changes_to(self, plan: Plan) -> bool:
         """Put a plan in force; False where it does not apply, or there is no room to change to it."""
+        session, trouble = self._session(), self._trouble
+        if trouble is not None and "optimizer" in plan.numerics_from(trouble.plan):
+            trouble.has_rounded |= self.is_in_step
         try:
-            self._session().switching.change(plan, noted=False, of_rescue=True)
+            session.switching.change(plan, noted=False, of_rescue=True)
         except (RefusalError, MemoryError, RuntimeError) as error:
             if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
                 raise
@@ -285,6 +308,7 @@ class Recovery:
             keeps_rows=keeps_rows,
             has_optimizer=bool(session.workload.optimizers),
             is_as_before=is_as_before,
+            has_rounded=trouble.has_rounded,
         )
         if session.plan != trouble.plan:
             text += f" There is no room to go back to {trouble.plan.label}: {session.plan.label} stays in force until %memfit undo."
@@ -314,7 +338,9 @@ class Recovery:
             error=first.error,
             attempts=len(trouble.attempts),
             seconds=trouble.room_made - trouble.began,
-            numerics=session.plan.numerics_from(trouble.plan),
+            numerics=tuple(
+                dict.fromkeys([*session.plan.numerics_from(trouble.plan), *["optimizer"] * trouble.has_rounded])
+            ),
         )
         self.rescues.append(rescue)
         session.log.note(rescue.text, step=rescue.step)

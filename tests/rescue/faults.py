@@ -36,7 +36,7 @@ Optimizer = torch.optim.Optimizer
 
 STEPS = 3
 LONG = bool(os.environ.get("MEMLAB_LONG"))
-_TEXT = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 16.00 GiB."
+TEXT = "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 16.00 GiB."
 
 
 class Faults(TorchDispatchMode):
@@ -73,7 +73,7 @@ class Faults(TorchDispatchMode):
             if random is not None:
                 generator.set_state(random)  # memory runs out before anything is drawn
             out = args = kwargs = None  # the traceback keeps this frame, and must not keep them
-            raise torch.OutOfMemoryError(_TEXT)
+            raise torch.OutOfMemoryError(TEXT)
         return out
 
 

@@ -555,7 +555,7 @@ def test_optimizer_checkpoints_are_plain() -> None:
     [
         (
             nn.Linear(64, 64), "--offload params",
-            "offload: params: Linear repeats no block (a ModuleList or Sequential of several modules, all of one class); "
+            "offload: params: Linear repeats no block (a ModuleList or Sequential of several modules that have parts, all of one class); "
             "use --offload optimizer,activations",
         ),
         (

@@ -739,3 +739,36 @@ def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RefusalError, match=r"^optimizer: torch \S+ has no Muon; install torch 2.9 or later$"):
         techniques_of("--optim muon")[0].check_optimizer(adamw(tiny_gpt2()))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("--adam8bit", "--adam8bit --offload optimizer", "--optim adafactor", "--optim sgd"),
+        *("--precision pure-bf16", "--precision pure-bf16 --offload optimizer"),
+    ],
+)
+def test_moments_are_given_back_bit_for_bit_where_no_update_came(plan: str) -> None:
+    """As after a plan that another of its settings had refused, or a try of a rescue."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Linear(96, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.randn(8, 96)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with fit(Workload(model, optimizer), plan) as session:
+        model(torch.randn(8, 96)).square().mean().backward()
+        optimizer.zero_grad()
+        assert session.host_bytes > 0
+    for number, state in optimizer.state_dict()["state"].items():
+        assert list(state) == list(before["state"][number])
+        assert all(torch.equal(value, before["state"][number][name]) for name, value in state.items())
+    with fit(Workload(model, optimizer), plan) as session:
+        parked = session.host_bytes
+        step()
+        assert session.host_bytes < parked

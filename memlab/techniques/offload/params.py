@@ -117,7 +117,7 @@ class OffloadParams(Technique):
         if not blocks:
             raise RefusalError(
                 self.field,
-                f"params: {workload.name} repeats no block (a ModuleList or Sequential of several modules, all of one class)",
+                f"params: {workload.name} repeats no block (a ModuleList or Sequential of several modules that have parts, all of one class)",
                 "use --offload optimizer,activations",
             )
         if not isinstance(self.predecessor, OffloadParams) and any(

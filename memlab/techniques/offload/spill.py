@@ -7,15 +7,18 @@ spilled to a fake one, which takes up nothing anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Tier
 from memlab.runtime.lifetimes import Departures, WhileAlive
+from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
 from memlab.techniques.offload.transfers import settle
 
@@ -129,3 +132,61 @@ class Spill:
 def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     # no view: loops detach gradients in place before they zero them
     return region.view(tensor.dtype).view(tensor.shape).detach()
+
+
+class ParkedStates:
+    """Optimizer state of parameters as it was, off the device, until an update has made it stale.
+
+    Example:
+        >>> parked, weight = ParkedStates(), torch.nn.Parameter(torch.zeros(100, 100))
+        >>> parked.park(weight, {"step": 3, "exp_avg": torch.ones(100, 100)})
+        >>> parked.stored_bytes, parked.of(weight)["exp_avg"].sum().item(), parked.of(torch.zeros(1))
+        (40000, 10000.0, None)
+    """
+
+    def __init__(self) -> None:
+        self._spills: dict[Tier, Spill] = {}
+        self._states: MutableMapping[torch.Tensor, dict[str, Any]] = WeakTensorKeyDictionary()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that are off the device."""
+        return sum(spill.stored_bytes for spill in self._spills.values())
+
+    def park(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Keep a copy of the state of a parameter."""
+        self._states[parameter] = {name: self._copy(parameter, value) for name, value in state.items()}
+
+    def of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """Return what was kept of a parameter, on its device; None for nothing."""
+        kept = self._states.get(parameter)
+        return None if kept is None else {name: _back(parameter, value) for name, value in kept.items()}
+
+    def is_of_step(self, parameter: torch.Tensor, step: Any) -> bool:
+        """Return whether something was kept of a parameter after so many updates."""
+        kept = self._states.get(parameter)
+        return kept is not None and int(kept["step"]) == step
+
+    def drop_updated(self, steps: Callable[[torch.Tensor], Any]) -> None:
+        """Drop what was kept of parameters that have been updated since; `steps` gives how often they were."""
+        for parameter in [each for each in self._states if not self.is_of_step(each, steps(each))]:
+            del self._states[parameter]
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        """Drop what was kept of a parameter, if anything was."""
+        self._states.pop(parameter, None)
+
+    def _copy(self, parameter: torch.Tensor, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.numel() < SMALL_ELEMENTS:
+            return value.clone()
+        tier = resolve_tier(Tier.AUTO, parameter.device, "optimizer")
+        return self._spills.setdefault(tier, Spill(tier)).store(value)
+
+
+def _back(parameter: torch.Tensor, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() < SMALL_ELEMENTS:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    like = parameter if value.shape == parameter.shape else value
+    return torch.empty_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False).copy_(value)

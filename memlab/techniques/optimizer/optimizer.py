@@ -6,7 +6,7 @@ Rules:
    `optimizer.param_groups` for the length of one update and holds neither in between, so that learning
    rates are always the current ones and no parameter is kept alive.
 2. Only `optimizer.state` changes: its entries are in the delegate's format while the technique is on.
-3. What the delegate's format cannot hold is parked off the device. As long as no step has been taken
+3. What the delegate's format cannot hold, or rounds, is parked off the device. As long as no step has been taken
    it is given back bit for bit; a step makes it stale, and it is dropped.
 4. A loop that asks for the state of a parameter by a name of its own optimizer (``state["exp_avg"]``) finds it in the form
    it knows (`PackedState`), and what it writes there counts: the next update packs it again.
@@ -25,14 +25,14 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.extras import require
-from memlab.plan import OptimizerChoice, Plan, Tier
+from memlab.plan import OptimizerChoice, Plan
 from memlab.runtime.buckets import group_of
 from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.state_entries import PackedState, set_state
-from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
+from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
-from memlab.techniques.offload.spill import Spill, resolve_tier
+from memlab.techniques.offload.spill import ParkedStates
 from memlab.techniques.optimizer.replacements import (
     REPLACEMENTS,
     Replacement,
@@ -183,14 +183,13 @@ class _Conversion:
         self._main = _Delegate(row)
         self._rest = self._main if row.parameters is None else _Delegate(REPLACEMENTS[OptimizerChoice.ADAMW])
         self._updates = updates
-        self._spills: dict[Tier, Spill] = {}
-        self._parked: MutableMapping[torch.Tensor, State] = WeakTensorKeyDictionary()
+        self._parked = ParkedStates()
         # of the user's moments: the dtype of a parameter can be another one between steps than during them
         self._dtypes: MutableMapping[torch.Tensor, torch.dtype] = WeakTensorKeyDictionary()
 
     @property
     def host_bytes(self) -> int:
-        return sum(spill.stored_bytes for spill in self._spills.values())
+        return self._parked.stored_bytes
 
     def pack(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         form, kept = self._delegate_of(parameter).form, dict(state)
@@ -202,17 +201,16 @@ class _Conversion:
         if form.follows_dtype:
             moments = moments.to(parameter.dtype)
         resident = form.encode(parameter, group, moments)
-        if not (form.keeps_first and form.keeps_second):
-            self._parked[parameter] = {name: self._park(parameter, value) for name, value in kept.items()}
+        if not form.keeps_all(parameter):
+            self._parked.park(parameter, kept)
         return self._shown(optimizer, parameter, resident)
 
     def unpack(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         form, state = self._delegate_of(parameter).form, dict(state)
         if not form.holds(parameter, state) or self._source.holds(parameter, state):
             return state
-        parked = self._parked.get(parameter)
-        if parked is not None and int(parked["step"]) == state["step"]:
-            return {name: _unparked(parameter, value) for name, value in parked.items()}
+        if self._parked.is_of_step(parameter, state["step"]):
+            return self._parked.of(parameter) or {}
         if not form.keeps_second:
             return {}
         group = group_of(optimizer, parameter)
@@ -252,9 +250,7 @@ class _Conversion:
 
     def drop_stale(self, optimizer: Optimizer) -> None:
         """Free what was parked for parameters that have been updated since."""
-        for parameter, parked in list(self._parked.items()):
-            if dict(optimizer.state.get(parameter, ())).get("step") != int(parked["step"]):
-                del self._parked[parameter]
+        self._parked.drop_updated(lambda parameter: dict(optimizer.state.get(parameter, ())).get("step"))
 
     def _make_ready(self, optimizer: Optimizer, parameter: Parameter) -> None:
         assert parameter.grad is not None
@@ -269,21 +265,6 @@ class _Conversion:
         elif not form.holds(parameter, dict(state)):
             # loaded by an optimizer that runs no load_state_dict hooks, as those of bitsandbytes
             optimizer.state[parameter] = self.pack(optimizer, parameter, state)
-
-    def _park(self, parameter: Parameter, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.numel() < SMALL_ELEMENTS:
-            return value.clone()
-        tier = resolve_tier(Tier.AUTO, parameter.device, "optimizer")
-        return self._spills.setdefault(tier, Spill(tier)).store(value)
-
-
-def _unparked(parameter: Parameter, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.numel() < SMALL_ELEMENTS:
-        return value.clone() if isinstance(value, torch.Tensor) else value
-    like = parameter if value.shape == parameter.shape else value
-    return torch.empty_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False).copy_(value)
 
 
 def _restore_layouts(strided: Sequence[tuple[Parameter, torch.Tensor]]) -> None:

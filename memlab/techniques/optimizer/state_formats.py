@@ -57,6 +57,10 @@ class StateFormat(ABC):
     def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
         """Read moments out of this format."""
 
+    def keeps_all(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether moments in fp32 survive bit for bit."""
+        return self.keeps_first and self.keeps_second
+
     def fresh(self, parameter: torch.nn.Parameter) -> State | None:
         """State before the first update, or None to let the optimizer create it."""
         return None
@@ -148,6 +152,9 @@ class BnbAdamFormat(StateFormat):
             for name in ("absmax1", "absmax2"):
                 state[name] = torch.zeros(blocks, device=parameter.device, dtype=torch.float32)
         return state
+
+    def keeps_all(self, parameter: torch.nn.Parameter) -> bool:
+        return self._dtype(parameter) is torch.float32
 
     def _dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
         return torch.uint8 if self.bits == 8 and parameter.numel() >= self.smallest_8bit else torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from memlab.runtime.buckets import is_separable
 from memlab.runtime.state_entries import PackedState, held_states
 from memlab.runtime.state_layers import shown
 from memlab.techniques.base import State, Technique
+from memlab.techniques.offload.spill import ParkedStates
 from memlab.techniques.precision.moments import round_stochastically
 
 Optimizer = torch.optim.Optimizer
@@ -28,6 +29,12 @@ class PackedMoments:
         self._is_stepping = False
         self._packed: dict[int, State] = {}
         self._own: set[tuple[int, str]] = set()  # what optimizers keep in bf16 by themselves
+        self._parked = ParkedStates()  # as it was before it was rounded, until the next update
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that are kept off the device."""
+        return self._parked.stored_bytes
 
     def expect(self, optimizer: Optimizer) -> None:
         """Note what an optimizer keeps in bf16 by itself, before anything of it is packed."""
@@ -45,6 +52,8 @@ class PackedMoments:
             self._note_own(parameter, state, but=before)
         resident = {key: self._packed_moment(parameter, value, before.get(key)) for key, value in state.items()}
         names = frozenset(key for key, value in state.items() if resident[key] is not value)
+        if names and not self._is_stepping:
+            self._parked.park(parameter, {key: state[key] for key in names})
         if not names or isinstance(state, PackedState):
             return resident
         return shown(resident, names, optimizer, parameter, self._layers_at_rest, "under --precision pure-bf16")
@@ -58,18 +67,22 @@ class PackedMoments:
         if self._is_stepping:
             resident = dict(optimizer.state.get(parameter, ()))
             self._packed[id(parameter)] = {key: value for key, value in state.items() if value is resident.get(key)}
+        parked = {} if self._is_stepping else self._parked.of(parameter) or {}
         return {
-            key: value.float()
-            if _is_moment(parameter, value, torch.bfloat16) and (id(parameter), key) not in self._own
-            else value
-            for key, value in state.items()
+            key: parked[key] if key in parked else self._unpacked(parameter, key, value) for key, value in state.items()
         }
+
+    def _unpacked(self, parameter: torch.Tensor, key: str, value: Any) -> Any:
+        is_ours = _is_moment(parameter, value, torch.bfloat16) and (id(parameter), key) not in self._own
+        return value.float() if is_ours else value
 
     def step_begins(self) -> None:
         self._is_stepping = True
 
-    def bucket_updated(self) -> None:
+    def bucket_updated(self, parameters: Iterable[torch.Tensor]) -> None:
         self._packed.clear()
+        for parameter in parameters:
+            self._parked.drop(parameter)
 
     def step_ended(self) -> None:
         self._is_stepping = False

@@ -359,6 +359,10 @@ class PrecisionChoice(Technique):
     def held_tensors(self) -> Sequence[torch.Tensor]:
         return self._masters.held
 
+    @property
+    def host_bytes(self) -> int:
+        return self._moments.host_bytes
+
     def pack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
         return self._moments.pack(optimizer, parameter, state)
 
@@ -369,7 +373,7 @@ class PrecisionChoice(Technique):
         self._moments.step_begins()
 
     def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._moments.bucket_updated()
+        self._moments.bucket_updated(parameters)
 
     def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
         self._moments.step_ended()
