@@ -541,6 +541,25 @@ def test_a_loop_that_needs_its_gradients_is_refused_before_anything_changed(betw
     assert not all(map(torch.equal, before, model.parameters()))
 
 
+def test_of_two_optimizers_one_may_step_more_often() -> None:
+    """The plan is withdrawn before one of them has gone ahead of the other."""
+
+    def trained(plan: str) -> list[torch.Tensor]:
+        model = mlp()
+        often, seldom = (torch.optim.AdamW(layer.parameters()) for layer in (model[-1], model[0]))
+        with fit(Workload(model, [often, seldom]), plan):
+            for step in range(6):
+                loss_of(model, step).backward()
+                for optimizer in (often, seldom)[: 1 + step % 2]:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    with pytest.warns(RuntimeWarning, match=r"the loop calls backward\(\) a second time before optimizer.step\(\)"):
+        found = trained("--release-grads")
+    assert all(map(torch.equal, found, trained("")))
+
+
 @pytest.mark.parametrize("had_gradients", [False, True])
 def test_gradients_of_a_refused_first_step_are_not_left_for_the_next_loop(had_gradients: bool) -> None:
     model = mlp()

@@ -182,6 +182,36 @@ def test_weights_that_a_forward_writes_to(setting: str, reason: str, factor: flo
     assert torch.equal(torch.stack(losses), torch.stack(steps("")))
 
 
+class Renormed(nn.Module):
+    """Embeddings that are renormed where they are looked up, before the layers that are recomputed at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(500, 64, max_norm=1.0)
+        self.bags = nn.EmbeddingBag(500, 64, mode="sum", max_norm=0.5)
+        self.layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.rows(ids[:, 0]) + self.bags(ids))
+
+
+def test_a_part_that_is_chosen_later_and_writes_to_its_weights_is_not_recomputed() -> None:
+    def steps(plan: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Renormed()
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.5), []
+        with fit(Workload(model, optimizer), plan):
+            for _ in range(4):
+                loss = model(torch.randint(0, 500, (8, 3))).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        return losses
+
+    torch.testing.assert_close(steps("--checkpoint"), steps(""), rtol=1e-6, atol=0)
+
+
 class Momentum(nn.Module):
     """A layer that keeps an average in attributes, a dict and a hook's list, of any size, and reads it."""
 

@@ -338,7 +338,10 @@ class Checkpointing(Technique):
             return call(*args, **kwargs)
         is_measured = self._budget is not None and self._budget.is_measuring
         then = functools.partial(self._measure, part, call) if is_measured else None
-        return again(watch=self._look, then=then, selective=self.plan.checkpointing == "selective")
+        output = again(watch=self._look, then=then, selective=self.plan.checkpointing == "selective")
+        if part.gives_other_results:
+            self.note_once(f"{part.name} changes its weights as it runs, and is not recomputed")
+        return output
 
     def _measure(self, part: Part, call: Callable[..., Any], run: Run, saved: Sequence[torch.Tensor]) -> None:
         assert self._budget is not None

@@ -151,25 +151,21 @@ class Run:
         for weight, before in self._weights.items():
             put_back(weight, before)
 
-    def refuse_moving_weights(self, call: Callable[..., Any], saved: Sequence[torch.Tensor]) -> None:
-        """Refuse a part that has written to its weights and would write something else to them in the backward pass.
+    def moves_weights(self, call: Callable[..., Any], saved: Sequence[torch.Tensor]) -> bool:
+        """Return whether the part has written to its weights, and would write something else when it runs again.
 
-        Raises:
-            RefusalError: it does; its weights are as the first run found them.
+        They are then as the first run found them.
         """
         weights = self.weights_now()
         if not weights:
-            return
+            return False
         with self.again(), torch.no_grad():
             args, kwargs = self.arguments(saved)
             call(*args, **kwargs)
-        if not all(torch.equal(weight, values) for weight, values in weights.items()):
+        is_same = all(torch.equal(weight, values) for weight, values in weights.items())
+        if not is_same:
             self.put_weights_back()
-            raise RefusalError(
-                "checkpointing",
-                f"the forward pass of {self._part.name} changes its weights, and would once more in the backward pass",
-                "use --offload activations",
-            )
+        return not is_same
 
     def weights_now(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return copies of the weights that have been written to."""
@@ -243,7 +239,8 @@ def recomputed(
     """Run a part so that the backward pass runs it again."""
     run = run or Run(part, args, kwargs)
     watched, part.is_watched = not part.is_watched, True
-    given = [(args, kwargs)]
+    is_first_call = watch is not None
+    given, first_given = [(args, kwargs)], (args, kwargs) if watched else ((), {})
     # bound arguments are not to outlive the first run, which alone gets them
     del args, kwargs
     with ExitStack() as watching:
@@ -274,7 +271,19 @@ def recomputed(
         except BaseException as error:
             _leave(error)
             raise
-    run.refuse_moving_weights(call, saved)
+    if watched and run.moves_weights(call, saved):
+        if is_first_call or run.writes_to_inputs:
+            raise RefusalError(
+                "checkpointing",
+                f"the forward pass of {part.name} changes its weights, and would once more in the backward pass",
+                "use --offload activations",
+            )
+        del output
+        part.gives_other_results = True
+        with run.again(with_graphs=True) as repetition:
+            repetition.counts = True
+            args, kwargs = first_given
+            return call(*args, **kwargs)
     if then is not None:
         then(run, saved)
     return output

@@ -361,7 +361,8 @@ class GradientRelease(Technique):
                 return
             if self._is_broken:
                 raise _broken()
-            if id(parameter) in self._complete:
+            # of two optimizers one may have its gradients still, and those of the other come first
+            if id(parameter) in self._complete or (self._is_called_between and not self._has_released):
                 self._refuse(*reasons.ADDED_UP)
                 return
             if id(parameter) in self._adding:
