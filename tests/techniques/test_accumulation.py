@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from memlab import RefusalError, Workload, fit
+from memlab import RefusalError, Workload, fit, predict
 from memlab.errors import SessionError
 from memlab.runtime import aliases
 from memlab.runtime.lazy import LazyTensor
