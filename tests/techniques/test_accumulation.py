@@ -525,7 +525,9 @@ class TestRefusals:
         with pytest.raises(RefusalError) as caught, fit(workload(model), "--accumulate 2"):
             model(torch.randn(4, 4))
         assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
-        predicted = Workload(model, torch.optim.SGD(model.parameters(), 0.1), batch=torch.randn(4, 4), loss_fn=torch.sum)
+        predicted = Workload(
+            model, torch.optim.SGD(model.parameters(), 0.1), batch=torch.randn(4, 4), loss_fn=torch.sum
+        )
         with pytest.raises(RefusalError, match=r"accumulation: Sequential has BatchNorm \(1\)"):
             predict(predicted, "--accumulate 2")
         assert str(caught.value) == (
