@@ -76,7 +76,6 @@ def nothing_fits(
     # whether parameters and optimizer state are as before the step; they are not when the update was done for some
     # parameters
     is_as_before: bool = True,
-    has_rounded: bool = False,  # whether a plan that was tried has rounded moments
 ) -> str:
     """Return what was tried, how far off it is, what would do, and in which state everything is.
 
@@ -97,7 +96,6 @@ def nothing_fits(
     state = (
         # "out of memory." is what loops look for that try again with a smaller batch
         f"weights and optimizer state are as they were before step {last.step} ran out of memory"
-        + (", but for moments, which plans that were tried have rounded to 8 bits" if has_rounded else "")
         if is_as_before
         else f"the optimizer was in the middle of step {last.step}: load a checkpoint to go on"
     )

@@ -308,7 +308,6 @@ class Recovery:
             keeps_rows=keeps_rows,
             has_optimizer=bool(session.workload.optimizers),
             is_as_before=is_as_before,
-            has_rounded=trouble.has_rounded,
         )
         if session.plan != trouble.plan:
             text += f" There is no room to go back to {trouble.plan.label}: {session.plan.label} stays in force until %memfit undo."

@@ -4,7 +4,7 @@ Rules:
 
 1. From a module it leads to its attributes and buffers, and by its class's own code to attributes of the class, cells of closures
    and globals which that code names; hooks, functions and autograd functions are followed as well. Lists, dictionaries, sets and
-   plain objects, with `__slots__` or without, are looked into, to a depth.
+   plain objects, with `__slots__` or without, are looked into, to a depth. Modules that are met so are walked as well (`beside`).
 2. Objects of torch's, DeepSpeed's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
    in modules.
 3. Every container is met once.
@@ -155,8 +155,9 @@ class Walk(ABC):
         if turns:
             self.met(containers.FrozenValues(module._parameters, lambda key: f"{prefix}{key}"))
 
-    def beside(self, model: nn.Module, name: str) -> None:  # noqa: B027 - not every walk leads into others
-        """A model that was met on the way: one that the walk began with, or one beside it, as a teacher in a list."""
+    @abstractmethod
+    def beside(self, model: nn.Module, name: str) -> None:
+        """A module that was met on the way: one that the walk began with, or one beside it, as a teacher in a list."""
 
     @abstractmethod
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:

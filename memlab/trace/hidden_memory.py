@@ -210,7 +210,7 @@ _LEAST_VALUES, _MOST_VALUES = 16, 256  # of a thread
 
 def _sum(args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> Sizes:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    if not (args[0].is_floating_point() or args[0].is_complex() or args[0].dtype is torch.int64):
+    if not (args[0].is_floating_point() or args[0].is_complex() or args[0].dtype is torch.int64 or kwargs.get("dtype")):
         return (args[0].numel() * _INDEX_BYTES,)  # small whole numbers are made long ones first
     return _column_sums(args[0], [dims] if isinstance(dims, int) else dims, gpu)
 

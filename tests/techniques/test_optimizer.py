@@ -772,3 +772,21 @@ def test_moments_are_given_back_bit_for_bit_where_no_update_came(plan: str) -> N
         parked = session.host_bytes
         step()
         assert session.host_bytes < parked
+
+
+def test_moments_of_a_weight_that_two_optimizers_hold_are_given_back_to_each() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(96, 96)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=rate) for rate in (1e-3, 1e-2)]
+    for number, optimizer in enumerate(optimizers):
+        (model(torch.randn(8, 96)) * (1 + 9 * number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    for plan in ("--precision pure-bf16", "--adam8bit"):
+        with fit(Workload(model, optimizers), plan):
+            model(torch.randn(8, 96)).sum().backward()
+            model.zero_grad()
+        for optimizer, own in zip(optimizers, before, strict=True):
+            for number, state in optimizer.state_dict()["state"].items():
+                assert all(torch.equal(value, own["state"][number][name]) for name, value in state.items())

@@ -153,6 +153,9 @@ class ParkedStates:
         """Bytes that are off the device."""
         return sum(spill.stored_bytes for spill in self._spills.values())
 
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
     def park(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Keep a copy of the state of a parameter."""
         self._states[parameter] = {name: self._copy(parameter, value) for name, value in state.items()}

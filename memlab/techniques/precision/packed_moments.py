@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.state_entries import PackedState, held_states
@@ -29,12 +30,13 @@ class PackedMoments:
         self._is_stepping = False
         self._packed: dict[int, State] = {}
         self._own: set[tuple[int, str]] = set()  # what optimizers keep in bf16 by themselves
-        self._parked = ParkedStates()  # as it was before it was rounded, until the next update
+        # as it was before it was rounded, until the next update; two optimizers may hold one parameter
+        self._parked: MutableMapping[Optimizer, ParkedStates] = WeakIdKeyDictionary()
 
     @property
     def host_bytes(self) -> int:
         """Bytes that are kept off the device."""
-        return self._parked.stored_bytes
+        return sum(parked.stored_bytes for parked in self._parked.values())
 
     def expect(self, optimizer: Optimizer) -> None:
         """Note what an optimizer keeps in bf16 by itself, before anything of it is packed."""
@@ -53,7 +55,8 @@ class PackedMoments:
         resident = {key: self._packed_moment(parameter, value, before.get(key)) for key, value in state.items()}
         names = frozenset(key for key, value in state.items() if resident[key] is not value)
         if names and not self._is_stepping:
-            self._parked.park(parameter, {key: state[key] for key in names})
+            parked = self._parked.setdefault(optimizer, ParkedStates())
+            parked.park(parameter, {key: state[key] for key in names})
         if not names or isinstance(state, PackedState):
             return resident
         return shown(resident, names, optimizer, parameter, self._layers_at_rest, "under --precision pure-bf16")
@@ -67,7 +70,8 @@ class PackedMoments:
         if self._is_stepping:
             resident = dict(optimizer.state.get(parameter, ()))
             self._packed[id(parameter)] = {key: value for key, value in state.items() if value is resident.get(key)}
-        parked = {} if self._is_stepping else self._parked.of(parameter) or {}
+        before = None if self._is_stepping else self._parked.get(optimizer)
+        parked = {} if before is None else before.of(parameter) or {}
         return {
             key: parked[key] if key in parked else self._unpacked(parameter, key, value) for key, value in state.items()
         }
@@ -79,10 +83,12 @@ class PackedMoments:
     def step_begins(self) -> None:
         self._is_stepping = True
 
-    def bucket_updated(self, parameters: Iterable[torch.Tensor]) -> None:
+    def bucket_updated(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         self._packed.clear()
-        for parameter in parameters:
-            self._parked.drop(parameter)
+        parked = self._parked.get(optimizer)
+        if parked:
+            for parameter in parameters:
+                parked.drop(parameter)
 
     def step_ended(self) -> None:
         self._is_stepping = False

@@ -373,7 +373,7 @@ class PrecisionChoice(Technique):
         self._moments.step_begins()
 
     def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._moments.bucket_updated(parameters)
+        self._moments.bucket_updated(optimizer, parameters)
 
     def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
         self._moments.step_ended()
