@@ -195,7 +195,7 @@ class PlanPredictor:
             key = (kind, kind.setting(plan))
             if key not in self._refusals:
                 technique = kind(plan)
-                asked = [_asked(technique.check, twin) for twin in twins]
+                asked = [_asked(ask, twin) for ask in (technique.check, technique.check_modes) for twin in twins]
                 asked += [
                     _asked(technique.check_optimizer, optimizer) for twin in twins for optimizer in twin.optimizers
                 ]

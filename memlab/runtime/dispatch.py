@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -104,3 +104,27 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
     written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [t for t in tree_leaves(written) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+class StorageWatch(WatchingMode):
+    """Tells of operators that are about to write to some storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._protected: dict[int, list[Callable[[], None]]] = {}
+
+    def protect_storage(self, key: int, about_to: Callable[[], None]) -> None:
+        """Call something before each write to a storage, which others keep alive."""
+        self._protected.setdefault(key, []).append(about_to)
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in written_by(func, args, kwargs):
+            key = tensor.untyped_storage()._cdata
+            for about_to in (protected := self._protected.get(key, ())):
+                about_to()
+            if protected:
+                self.told(key)
+        return func(*args, **kwargs)
+
+    def told(self, key: int) -> None:
+        """A protected storage is about to be written to."""

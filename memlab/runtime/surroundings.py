@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back
 from memlab.runtime.containers import Container, Effect, Items
-from memlab.runtime.dispatch import WatchingMode, written_by
+from memlab.runtime.dispatch import StorageWatch
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
 _FIELD = "accumulation"
@@ -141,14 +142,21 @@ class Surroundings(Walk):
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Context of runs after which weights that train, too, are put back: a copy is made of each that is written to."""
-        known = {_place_of(each.tensor) for each in self._written}
-        weights = {
-            place: _Tensor(name, weight, keep=False)
-            for name, weight in self._model.named_parameters()
-            if weight.requires_grad and _is_plain(weight) and (place := _place_of(weight)) not in known
-        }
-        with _Copying(weights, self._written):
+        known = {id(each.tensor) for each in self._written}
+        watch = StorageWatch()
+        for name, weight in self._model.named_parameters():
+            if weight.requires_grad and id(weight) not in known and _is_plain(weight):
+                place = _place_of(weight)
+                kept = _Tensor(name, weight, keep=False)
+                watch.protect_storage(place, partial(self._about_to_write, kept, place))
+        with watch:
             yield
+
+    def _about_to_write(self, weight: _Tensor, place: int) -> None:
+        # one that is offloaded has another place by then
+        if weight not in self._written and _place_of(weight.tensor) == place:
+            weight.keep()
+            self._written.append(weight)
 
     def written(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights that runs under `writing` have written to, by name."""
@@ -263,23 +271,6 @@ class _Tensor:
             return
         with torch.no_grad():
             overwrite(self.tensor.detach(), value)
-
-
-class _Copying(WatchingMode):
-    """Keeps copies of tensors right before they are written to."""
-
-    def __init__(self, tensors: dict[int, _Tensor], written: list[_Tensor]) -> None:
-        super().__init__()
-        self._tensors, self._written = tensors, written  # the first by storage
-
-    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in written_by(func, args, kwargs):
-            place = _place_of(tensor)
-            kept = self._tensors.pop(place, None)
-            if kept is not None and _place_of(kept.tensor) == place:  # one that is offloaded has another by then
-                kept.keep()
-                self._written.append(kept)
-        return func(*args, **kwargs)
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -121,10 +121,6 @@ class Accumulation(Technique):
     def _per_part(self) -> tuple[type[nn.Module], ...]:
         return BATCH_NORM if self.plan.batchnorm is BatchNorm.MICRO else ()
 
-    def check(self, workload: Workload) -> None:
-        if any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters()):
-            self.check_modes(workload)  # a prediction is for modes as they are, and makes no call of the model's
-
     def check_modes(self, workload: Workload) -> None:
         self._refuse_batch_norm(self._batch_norms_of(workload.model), workload.name)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import threading
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from memlab.errors import RefusalError
 from memlab.runtime import hooks
 from memlab.runtime.aliases import put_back
 from memlab.runtime.autocast import CallSettings
-from memlab.runtime.dispatch import WatchingMode, defers, written_by
+from memlab.runtime.dispatch import StorageWatch, defers
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import interruptible, uninterrupted
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
@@ -334,12 +333,11 @@ def _device(inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> tor
 # --- seeing writes ------------------------------------------------------------------------------------
 
 
-class WriteWatch(WatchingMode):
-    """Tells of operators that are about to write to some storages."""
+class WriteWatch(StorageWatch):
+    """Tells of operators that are about to write to what parts were given, or have by themselves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._protected: dict[int, list[Callable[[], None]]] = defaultdict(list)
         self._held: list[torch.Tensor] = []  # a storage's number is its own as long as it lives
         # of these, what was written to outside of parts, and its version then
         self._later: list[tuple[torch.Tensor, int]] = []
@@ -350,19 +348,9 @@ class WriteWatch(WatchingMode):
             self._held.append(tensor)
             self.protect_storage(tensor.untyped_storage()._cdata, about_to)
 
-    def protect_storage(self, key: int, about_to: Callable[[], None]) -> None:
-        """The same for a storage that others keep alive."""
-        self._protected[key].append(about_to)
-
-    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in written_by(func, args, kwargs):
-            key = tensor.untyped_storage()._cdata
-            protected = self._protected.get(key, ())
-            for about_to in protected:
-                about_to()
-            if protected and not getattr(_running, "depth", 0):
-                self._later += [(held, held._version) for held in self._held if held.untyped_storage()._cdata == key]
-        return func(*args, **kwargs)
+    def told(self, key: int) -> None:
+        if not getattr(_running, "depth", 0):
+            self._later += [(held, held._version) for held in self._held if held.untyped_storage()._cdata == key]
 
     def wrote_past_autograd(self) -> bool:
         """Return whether what a part had been given was written to afterwards, and its version does not count that."""
