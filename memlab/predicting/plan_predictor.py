@@ -80,6 +80,7 @@ class Parts:
     # how to run those after it; None for neither
     look: Segment | None = None
     look_base: Levels | None = None  # what lives before that, where it is less than later
+    empties_cache: bool = False  # whether the allocator's cache is given back after it, as when a split has been judged
     has_state: bool = False  # whether the optimizer has taken steps already, so that its state lives during that look
     kept: Levels = NOTHING  # bytes by category of outputs that stay until the update
     inputs: tuple[int, ...] = ()  # sizes of the batch's tensors, and of what else stays
@@ -270,6 +271,7 @@ class PlanPredictor:
             notes=tuple(dict.fromkeys((*passed.notes, *update.notes))),
             look=passed.look,
             look_base=None if passed.look_base is None else added(passed.look_base, added(state, self._workspaces)),
+            empties_cache=plan.accumulation > 1,
             has_state=self._has_state,
             kept=passed.kept,
             inputs=tuple(size for number, size in staying.items() if number not in dying),

@@ -53,8 +53,12 @@ class Player:
 
     def plan_applied(self) -> None:
         """The plan is in force: the cache has been given back (see `memlab.session.in_force`), and peaks count from now on."""
-        self._allocator.empty_cache()
+        self.cache_emptied()
         self._allocator.reset_peaks()
+
+    def cache_emptied(self) -> None:
+        """What is reserved and not in use goes back to the device."""
+        self._allocator.empty_cache()
 
     def play(self, events: Iterable[Event], live: dict[int, Any]) -> None:
         """Serve events in order; `live` holds what is in use, by number of the storage."""
@@ -81,6 +85,7 @@ class Script:
     # sizes in bytes
     workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
     look: Events = ()  # what comes once, before or in the first step (`Parts.look`)
+    empties_cache: bool = False  # after that look
     applied: Applied | None = None  # how the plan was applied, where that matters
     first: Events | None = None  # the last stretch of the first step, where it creates the optimizer's state
     has_state: bool = False  # whether there is optimizer state before the first step; otherwise its update creates it
@@ -131,6 +136,7 @@ def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
         last,
         taken,
         look,
+        parts.empties_cache,
         applied=parts.applied,
         first=None if parts.first_update is None else parts.first_update.events,
         has_state=parts.has_state,
@@ -163,6 +169,8 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
     if script.look:
         player.begin(0, _LOOK)
         _end(player, _played(player, script.look, script.workspaces.get(_LOOK, ())).values())
+        if script.empties_cache:
+            player.cache_emptied()
     carried: dict[int, Any] = {}
     for step in steps:
         left: list[Any] = []

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memlab.hardware.roofline import Bill, Rates, Work
 from memlab.measuring.observation import PHASES, RawEvent
 from memlab.records import Category, Phase, TimelinePoint
+from memlab.trace.hidden_memory import Held
 from memlab.trace.recorder import Hidden
 from memlab.trace.tracer import Trace
 
@@ -170,10 +171,15 @@ class TracedPass:
             for size_bytes, (number, moment), place in zip(sizes, self._numbers, self._places, strict=True)
         ]
 
-    def hidden(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Bytes that live inside an operator with so many rows, and how many births and deaths come before."""
-        hidden, factor = self._hidden(self.share(rows))
-        return ((each.event, round(sum(each.sizes) * factor)) for each in hidden)
+    def hidden(self, rows: int) -> Sequence[Hidden]:
+        """Return what lives inside operators with so many rows."""
+        share = self.share(rows)
+        if self._other is None or not share:
+            return self.trace.hidden
+        return [
+            replace(mine, inside=mine.inside.between(theirs.inside, share))
+            for mine, theirs in zip(self.trace.hidden, self._other.hidden, strict=True)
+        ]
 
     def host_bytes(self, rows: int) -> int:
         other = self.trace.host_bytes if self._other is None else self._other.host_bytes
@@ -189,24 +195,11 @@ class TracedPass:
         pairs = zip(self._sizes, self._other_sizes, self._numbers, strict=True)
         return {number: _between(a, b, share) for a, b, (number, _) in pairs if a > 0 and number in wanted}
 
-    def _hidden(self, share: float) -> tuple[Sequence[Hidden], float]:
-        """Return what lives inside operators, and by which factor it is larger with so many rows.
-
-        Whether an operator takes temporaries at all depends on its size, so the nearer trace is asked.
-        """
-        if self._other is None:
-            return self.trace.hidden, 1.0
-        rows = self._rows + share * (self._other.rows - self._rows)
-        if share < 0.5:
-            return self.trace.hidden, rows / self._rows
-        return self._other.hidden, rows / self._other.rows
-
     def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int]) -> Segment:
-        share, events = self.share(rows), self.events(rows)
-        hidden, factor = self._hidden(share)
+        share, events, hidden = self.share(rows), self.events(rows), self.hidden(rows)
         if hidden or accumulating:
             settled = self.trace.settled if accumulating else {}
-            events = list(_with_insertions(events, hidden, factor, settled))
+            events = list(_with_insertions(events, hidden, settled))
         if kept:
             events = [event for event in events if event[0] > 0 or event[1] not in kept]
         bill = self.trace.bill
@@ -219,6 +212,8 @@ def laid_beside(one: Trace, other: Trace) -> Resized | None:
     """Another trace of a pass, with other rows; None when it is not of the same operators in the same order."""
     mine, theirs = one.observation.raw, other.observation.raw
     if _steps(mine) != _steps(theirs) or one.bill.classes != other.bill.classes:
+        return None
+    if [each.inside.func for each in one.hidden] != [each.inside.func for each in other.hidden]:
         return None
     return Resized(other.samples, [size for _, size, _, _ in theirs], other.bill, other.hidden, other.host_bytes)
 
@@ -267,24 +262,23 @@ def _learn(known: dict[Any, Any], mine: Any, theirs: Any) -> None:
         known[mine] = None
 
 
-def _with_insertions(
-    events: Sequence[Event], hidden: Iterable[Hidden], factor: float, settled: Mapping[int, int]
-) -> Iterator[Event]:
-    """A pass with what lives inside operators, each larger than traced by a factor, and with gradients that are there already.
+def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled: Mapping[int, int]) -> Iterator[Event]:
+    """A pass with what lives inside operators, and with gradients that are there already.
 
     Gradients that are `settled` are added to those there and then freed, before the event that is named.
     """
     inserted: dict[int, list[Event]] = {}
     number = 0
-    for inside in hidden:
-        sizes = [round(size_bytes * factor) for size_bytes in inside.sizes]
-        numbers = range(number - len(sizes), number)
-        number -= len(sizes)
-        inserted.setdefault(inside.event, []).extend(
-            (sign * size_bytes, own, _TEMPORARIES, inside.moment)
-            for sign in (1, -1)
-            for size_bytes, own in zip(sizes, numbers, strict=True)
-        )
+    for each in hidden:
+        for group in each.inside.groups:
+            numbers = range(number - len(group), number)
+            number -= len(group)
+            born_at = each.begin if isinstance(group, Held) else each.event
+            for sign, at in ((1, born_at), (-1, each.event)):
+                inserted.setdefault(at, []).extend(
+                    (sign * size_bytes, own, _TEMPORARIES, each.moment)
+                    for size_bytes, own in zip(group, numbers, strict=True)
+                )
     for own, before in settled.items():
         inserted.setdefault(before, []).append((0, own, _TEMPORARIES, 0))
     alive: dict[int, tuple[int, int]] = {}

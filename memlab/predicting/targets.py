@@ -88,7 +88,7 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
 
 def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
     from memlab.trace.cuda_choices import cuda_choices
-    from memlab.trace.hidden_memory import hidden_bytes
+    from memlab.trace.hidden_memory import Temporaries
 
     entered: Callable[[], AbstractContextManager[Any]] = partial(cuda_choices, model)
     return Target(
@@ -97,7 +97,7 @@ def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
         rates_in_tf32=rates_of(model, allow_tf32=True),
         device=torch.device("cuda"),
         compute_capability=model.compute_capability,
-        choices=Choices(entered, partial(hidden_bytes, gpu=model)),
+        choices=Choices(entered, partial(Temporaries.of, gpu=model)),
         settings=settings or Settings(),
         workspaces=workspaces(model.compute_capability),
         memory_shares=_GPU_MEMORY,

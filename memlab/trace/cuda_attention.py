@@ -302,7 +302,13 @@ def _efficient(attention: Attention) -> torch.Tensor:
 
 
 def _plain(attention: Attention) -> torch.Tensor:
-    """Products of matrices, with the scores in memory and half precision carried out in fp32."""
+    """Products of matrices; the probabilities that torch returns beside the output live longer than what they were made from."""
+    out, _probabilities = _products(attention)
+    return out
+
+
+def _products(attention: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and probabilities, with half precision carried out in fp32."""
     wide = attention.query.dtype in _HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction()
     query, key, value = (tensor.float() if wide else tensor for tensor in attention.tensors)
     root = math.sqrt(abs(attention.scale_factor))
@@ -319,10 +325,12 @@ def _plain(attention: Attention) -> torch.Tensor:
     scores = _aten._safe_softmax(scores, -1)
     if attention.dropout > 0:
         scores = torch.dropout(scores, attention.dropout, True)
-    returned = scores.to(attention.query.dtype)  # beside the output, and made before it
-    out = torch.matmul(scores, value).to(attention.query.dtype)
-    del returned
-    return out
+    probabilities = scores.to(attention.query.dtype)  # made before the output
+    out = torch.matmul(scores, value)
+    narrow = out.to(attention.query.dtype)
+    # in the order in which C++ lets go of them
+    del out, scores, mask, scaled, value, key, query
+    return narrow, probabilities
 
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memlab.measuring.ledger import Ledger
-from memlab.runtime.dispatch import WatchingMode
+from memlab.runtime.dispatch import StorageWatch, WatchingMode
 from memlab.trace.cuda_thread import current_gpu, missing
 
 Kernel = Callable[..., Any]
@@ -116,4 +116,4 @@ _ON: dict[str, Callable[[Any], Kernel]] = {"AutocastCPU": _on_below_autocast, "A
 def is_watched() -> bool:
     """Return whether modes are in force beside the recorder, as in selective checkpointing: torch writes less in place then."""
     modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, WatchingMode) and not isinstance(mode, Ledger) for mode in modes)
+    return any(isinstance(mode, WatchingMode) and not isinstance(mode, (Ledger, StorageWatch)) for mode in modes)

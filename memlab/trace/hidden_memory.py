@@ -4,7 +4,7 @@ They are temporaries that one operator takes from the caching allocator and give
 not certain, nothing is counted. Workspaces that libraries take once and keep: `memlab.runtime.cuda_room.workspaces`.
 
 Sources (pytorch; the formulas are those of 2.13 unless a version is named):
-- flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`;
+- flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`, `set_params_splitkv`, `num_splits_heuristic`;
 - memory-efficient: transformers/cuda/attention_backward.cu `_efficient_attention_backward`, attention.cu
   `_efficient_attention_forward`, and in the wheel include/ATen/native/transformers/cuda/mem_eff_attention/
   kernel_backward.h `workspace_size`, kernel_forward.h, kernels/cutlassB.h (which kernel is taken);
@@ -19,18 +19,19 @@ Sources (pytorch; the formulas are those of 2.13 unless a version is named):
 - losses: native/Loss.cpp, cuda/Loss.cu; sums of whole numbers: native/ReduceOps.cpp.
 
 Known limitations: workspaces of cuDNN (its attention, plans of convolutions, recurrent layers), of cub's sorts, and the
-extra buffers of deterministic algorithms are not counted, nor flash attention's split over keys for small batches.
+extra buffers of deterministic algorithms are not counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from memlab.allocator.sizes import round_up
 from memlab.hardware.gpus import Gpu
@@ -41,17 +42,68 @@ _HALF = (torch.float16, torch.bfloat16)
 _FP32_BYTES = 4
 _INDEX_BYTES = 8
 
+# bytes of temporaries that live together
 Sizes = tuple[int, ...]
-_Rule = Callable[[Sequence[Any], Mapping[str, Any], Gpu], Sizes]
 
 
-def hidden_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> Sizes:
-    """Sizes of the temporaries inside one operator that are alive together when they need the most.
+class Held(tuple[int, ...]):
+    """Sizes of temporaries that an operator takes before its results, as copies of arguments."""
 
-    They are alive beside the operator's inputs and outputs; all are freed when it returns.
-    """
-    rule = _RULES.get(func)
-    return () if rule is None else rule(args, kwargs, gpu)
+
+# groups in the order in which they are freed; one that is not `Held` is taken when the one before is gone
+_Groups = Iterator[Sizes]
+_Rule = Callable[[Sequence[Any], Mapping[str, Any], Gpu], _Groups]
+
+
+class _Layout(NamedTuple):
+    """What a rule asks of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Temporaries:
+    """What one call of an operator takes beside its arguments and results, and frees before it returns."""
+
+    groups: tuple[Sizes, ...]  # in the order in which they are freed
+    func: Any  # the operator
+    args: Any  # its arguments, with layouts in place of tensors
+    kwargs: Any
+    gpu: Gpu
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> Temporaries | None:
+        """What a call takes; None for an operator that never takes anything."""
+        if func not in _RULES:
+            return None
+        found = (type(group)(filter(None, group)) for group in _RULES[func](args, kwargs, gpu))
+        laid_out, named = tree_map_only(torch.Tensor, _layout, (tuple(args), dict(kwargs)))
+        return cls(tuple(filter(None, found)), func, laid_out, named, gpu)
+
+    def between(self, other: Temporaries, share: float) -> Temporaries:
+        """What the same call takes of another batch: this one's sizes, and so large a share of the way to the other's."""
+        args, kwargs = _between((self.args, self.kwargs), (other.args, other.kwargs), share)
+        found = self.of(self.func, args, kwargs, self.gpu)
+        assert found is not None
+        return found
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _between(one: Any, other: Any, share: float) -> Any:
+    """Arguments between two, with tensors without memory in place of layouts."""
+    if isinstance(one, _Layout):
+        sizes, strides = (_between(mine, theirs, share) for mine, theirs in zip(one[:2], other[:2], strict=True))
+        return torch.empty_strided(sizes, strides, dtype=one.dtype, device="meta")
+    if isinstance(one, dict):
+        return {key: _between(value, other[key], share) for key, value in one.items()}
+    if isinstance(one, (list, tuple)):
+        return type(one)(_between(mine, theirs, share) for mine, theirs in zip(one, other, strict=True))
+    return round(one + share * (other - one)) if isinstance(one, int) and one != other else one
 
 
 def _copy_bytes(tensor: torch.Tensor) -> Sizes:
@@ -62,16 +114,51 @@ def _copy_bytes(tensor: torch.Tensor) -> Sizes:
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+_FLASH_QUERIES = 64  # of a block, where keys are split
+_MOST_SPLITS = 128
+_WELL_FILLED, _NEARLY_BEST = 0.8, 0.85
+
+
+def _flash_forward(args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> _Groups:
+    """Results of the parts into which keys are split where queries do not fill the GPU."""
+    query, key = args[:2]  # [b, h, s, d]
+    dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
+    batch, heads, queries, channels = query.shape
+    keys_in_block = 256 if channels <= 64 else 128 if channels <= 128 else 64
+    blocks = batch * heads * -(-queries // _FLASH_QUERIES)
+    splits = _splits(blocks, 2 * gpu.multiprocessors, -(-key.size(2) // keys_in_block))
+    if not dropout and splits > 1:
+        rows_bytes = splits * batch * heads * queries * _FP32_BYTES
+        yield rows_bytes, rows_bytes * _wide(channels)
+
+
+def _wide(channels: int) -> int:
+    return round_up(channels, 32 if channels <= 128 else 64)
+
+
+def _splits(blocks: int, room: int, key_blocks: int) -> int:
+    """The fewest parts of the keys that fill the GPU nearly as well as any number does."""
+    if blocks >= _WELL_FILLED * room:
+        return 1
+    numbers = range(1, min(_MOST_SPLITS, room, key_blocks) + 1)
+    waves = {
+        splits: blocks * splits / room
+        for splits in numbers
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1))
+    }
+    filled = {splits: each / math.ceil(each) for splits, each in waves.items()}
+    return next(splits for splits, share in filled.items() if share >= _NEARLY_BEST * max(filled.values()))
+
+
+def _flash_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
     gradient, query, key, _value, out = args[:5]  # [b, h, s, d]
     batch, heads, queries, channels = query.shape
     wide_queries = round_up(queries, 128)
-    wide_channels = round_up(channels, 32 if channels <= 128 else 64)
     softmax_sums = batch * heads * wide_queries * _FP32_BYTES
-    query_gradient = softmax_sums * wide_channels
+    query_gradient = softmax_sums * _wide(channels)
     expanded = _per_query_head(query, key, key)
-    copies = (*_copy_bytes(gradient.transpose(1, 2)), *_copy_bytes(out.transpose(1, 2)))
-    return (*copies, softmax_sums, query_gradient, *expanded)
+    yield (softmax_sums, query_gradient, *expanded)
+    yield Held((*_copy_bytes(gradient.transpose(1, 2)), *_copy_bytes(out.transpose(1, 2))))
 
 
 _LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
@@ -106,15 +193,16 @@ def _tiles(channels: int, dtype: torch.dtype, gpu: Gpu) -> _Tiles:
     return _Tiles(64, 64, in_registers=False)
 
 
-def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> Sizes:
+def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> _Groups:
     gradient, query, _key, value = args[:4]  # [b, h, s, d]
-    copies = (*_copy_bytes(gradient.transpose(1, 2)), *_per_query_head(query, args[2], value))
     rows_bytes = query.numel() // query.size(-1) * _FP32_BYTES
-    running = (rows_bytes, _efficient_workspace(query, args[2], value, gpu))
-    if query.dtype in _HALF:
-        return (*copies, *running)
-    product = rows_bytes * value.size(-1)  # of gradient and output, summed over channels outside of the kernel
-    return (*copies, *max(running, (product, rows_bytes), key=sum))
+    if query.dtype not in _HALF:
+        yield (
+            rows_bytes * value.size(-1),
+            rows_bytes,
+        )  # gradient times output, summed over channels outside of the kernel
+    yield rows_bytes, _efficient_workspace(query, args[2], value, gpu)
+    yield Held((*_copy_bytes(gradient.transpose(1, 2)), *_per_query_head(query, args[2], value)))
 
 
 def _per_query_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sizes:
@@ -138,21 +226,20 @@ def _efficient_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Te
     return batch * heads * round_up(elements, 4) * _FP32_BYTES
 
 
-def _efficient_forward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+def _efficient_forward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
     query, _key, value = args[:3]
-    if query.dtype not in _HALF or value.size(-1) <= 128:
-        return ()
-    return (math.prod(query.shape[:-1]) * value.size(-1) * _FP32_BYTES,)
+    if query.dtype in _HALF and value.size(-1) > 128:
+        yield (math.prod(query.shape[:-1]) * value.size(-1) * _FP32_BYTES,)
 
 
-def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+def _safe_softmax(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
     scores, dim = args[:2]
-    return scores.numel(), scores.numel() // max(scores.size(dim), 1)
+    yield scores.numel(), scores.numel() // max(scores.size(dim), 1)
 
 
-def _softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
-    """Return what the product of gradient and output takes; the gradient is in fp32 where softmax has raised its input to that."""
-    return (args[0].nbytes,)
+def _softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
+    """The product of gradient and output; the gradient is in fp32 where softmax has raised its input to that."""
+    yield (args[0].nbytes,)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -160,16 +247,17 @@ def _softmax_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Siz
 _NO_REDUCTION = 0
 
 
-def _reduced_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
+def _reduced_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> _Groups:
     """Losses of all elements, before they are summed up."""
     reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
-    return () if reduction == _NO_REDUCTION else (args[0].nbytes,)
+    if reduction != _NO_REDUCTION:
+        yield (args[0].nbytes,)
 
 
-def _logits_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
+def _logits_loss(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> _Groups:
     """Log-sigmoids, and losses of all elements where they are summed up."""
     reduction = args[4] if len(args) > 4 else kwargs.get("reduction", 1)
-    return (args[0].nbytes,) * (1 if reduction == _NO_REDUCTION else 2)
+    yield (args[0].nbytes,) * (1 if reduction == _NO_REDUCTION else 2)
 
 
 # --- sums over equal indices ----------------------------------------------------------------------
@@ -178,28 +266,26 @@ _SORTS_FROM = 3072
 _ROWS_PER_THREAD = 10
 
 
-def _embedding_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+def _embedding_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
     """Indices are sorted, runs of equal ones cut into pieces, and each piece summed in fp32."""
     gradient, indices, rows = args[:3]
     scaled = bool(args[4]) if len(args) > 4 else False
     count, index_bytes = indices.numel(), indices.element_size()
-    copies = _copy_bytes(gradient)
-    if count <= _SORTS_FROM and not scaled:
-        return copies
-    segments = min(count, rows)
-    pieces = count // _ROWS_PER_THREAD + segments
-    lists = (count, count, count, segments, segments, pieces, *((count,) if scaled else ()))
-    return (*copies, *(length * index_bytes for length in lists), pieces * gradient.size(-1) * _FP32_BYTES)
+    if count > _SORTS_FROM or scaled:
+        segments = min(count, rows)
+        pieces = count // _ROWS_PER_THREAD + segments
+        lists = (count, count, count, segments, segments, pieces, *((count,) if scaled else ()))
+        yield (*(length * index_bytes for length in lists), pieces * gradient.size(-1) * _FP32_BYTES)
+    yield Held(_copy_bytes(gradient))
 
 
-def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> Sizes:
+def _index_put(args: Sequence[Any], kwargs: Mapping[str, Any], _: Gpu) -> _Groups:
     """Bytes of `index_put`: with accumulation, indices are made linear and sorted beside their numbers."""
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     shapes = [index.shape for index in args[1] if index is not None and index.dtype is not torch.bool]
-    if not accumulate or not shapes:
-        return ()
-    broadcast: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    return (math.prod(broadcast) * _INDEX_BYTES,) * 4
+    if accumulate and shapes:
+        broadcast: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        yield (math.prod(broadcast) * _INDEX_BYTES,) * 4
 
 
 # --- sums over rows -------------------------------------------------------------------------------
@@ -208,11 +294,12 @@ _BLOCK_THREADS, _WARP = 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # of a thread
 
 
-def _sum(args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> Sizes:
+def _sum(args: Sequence[Any], kwargs: Mapping[str, Any], gpu: Gpu) -> _Groups:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     if not (args[0].is_floating_point() or args[0].is_complex() or args[0].dtype is torch.int64 or kwargs.get("dtype")):
-        return (args[0].numel() * _INDEX_BYTES,)  # small whole numbers are made long ones first
-    return _column_sums(args[0], [dims] if isinstance(dims, int) else dims, gpu)
+        yield (args[0].numel() * _INDEX_BYTES,)  # small whole numbers are made long ones first
+    else:
+        yield _column_sums(args[0], [dims] if isinstance(dims, int) else dims, gpu)
 
 
 def _column_sums(tensor: torch.Tensor, dims: Sequence[int] | None, gpu: Gpu) -> Sizes:
@@ -260,30 +347,30 @@ def _power_of_two(number: int, most: int) -> int:
 # --- copies in the layout that a library wants ----------------------------------------------------
 
 
-def _logsumexp(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+def _logsumexp(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
     """Exponentials of all numbers, and the largest of each row."""
     dims = [dim % args[0].dim() for dim in args[1]]
-    return args[0].nbytes, args[0].nbytes // max(math.prod(args[0].size(dim) for dim in dims), 1)
+    yield args[0].nbytes, args[0].nbytes // max(math.prod(args[0].size(dim) for dim in dims), 1)
 
 
-def _layer_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
-    return _copy_bytes(args[0])
+def _layer_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
+    yield Held(_copy_bytes(args[0]))
 
 
-def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
-    return (*_copy_bytes(args[0]), *_copy_bytes(args[1]))
+def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
+    yield Held((*_copy_bytes(args[0]), *_copy_bytes(args[1])))
 
 
-def _convolution(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
-    return _laid_out(args[:2], args[:2])
+def _convolution(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
+    yield Held(_laid_out(args[:2], args[:2]))
 
 
-def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> Sizes:
+def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> _Groups:
     gradient, inputs, weight = args[:3]
     # the copy of the weight is gone before its gradient, as large, is made
-    copies = _laid_out((gradient, inputs), (inputs, weight))
-    summed = _column_sums(gradient, [0, *range(2, gradient.dim())], gpu) if args[-1][2] else ()
-    return max(copies, summed, key=sum)
+    yield Held(_laid_out((gradient, inputs), (inputs, weight)))
+    if args[-1][2]:
+        yield _column_sums(gradient, [0, *range(2, gradient.dim())], gpu)
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -304,10 +391,10 @@ def _laid_out(tensors: Sequence[torch.Tensor], deciding: Sequence[torch.Tensor])
 # --- many tensors at once -------------------------------------------------------------------------
 
 
-def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> Sizes:
+def _foreach_norm(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
     tensors = args[0]
     chunks = max((-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in tensors), default=0)
-    return (len(tensors) * chunks * _FP32_BYTES,) if chunks else ()
+    yield (len(tensors) * chunks * _FP32_BYTES,) if chunks else ()
 
 
 def _overloads(*packets: Any) -> list[Any]:
@@ -315,6 +402,7 @@ def _overloads(*packets: Any) -> list[Any]:
 
 
 _RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(_overloads(_aten._scaled_dot_product_flash_attention), _flash_forward),
     **dict.fromkeys(_overloads(_aten._scaled_dot_product_flash_attention_backward), _flash_backward),
     **dict.fromkeys(_overloads(_aten._scaled_dot_product_efficient_attention_backward), _efficient_backward),
     **dict.fromkeys(_overloads(_aten._scaled_dot_product_efficient_attention), _efficient_forward),

@@ -36,6 +36,7 @@ from memlab.runtime.dispatch import defers
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
+from memlab.trace.hidden_memory import Held, Temporaries
 from memlab.trace.work import work_of
 from memlab.units import MIB
 
@@ -54,7 +55,7 @@ _DEVICE = torch.ops.prim.device.default
 _COST = "cost"
 
 # called with an operator and its arguments
-HiddenBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[int, ...]]
+Inside = Callable[[Any, tuple[Any, ...], dict[str, Any]], Temporaries | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +69,27 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Temporaries that live together while one operator runs, beside its inputs and outputs."""
+    """Temporaries of one operator."""
 
-    event: int  # number of births and deaths recorded before the operator is over
-    sizes: tuple[int, ...]  # in bytes
+    begin: int  # number of births and deaths recorded before its results
+    event: int  # number recorded before the operator is over
+    inside: Temporaries
     moment: int  # what ran
+
+    def peaks(self) -> Iterator[tuple[int, int]]:
+        """Yield bytes that live together, and how many births and deaths come before."""
+        held_bytes = sum(sum(group) for group in self.inside.groups if isinstance(group, Held))
+        if held_bytes:
+            yield self.begin, held_bytes
+        for group in self.inside.groups:
+            yield self.event, held_bytes + (0 if isinstance(group, Held) else sum(group))
+            held_bytes -= sum(group) if isinstance(group, Held) else 0
 
 
 class Recorder(Ledger):
     """Watches a step on a twin: births, deaths and work."""
 
-    def __init__(
-        self, fakes: FastFakes, live: Iterable[torch.Tensor] = (), hidden_bytes: HiddenBytes | None = None
-    ) -> None:
+    def __init__(self, fakes: FastFakes, live: Iterable[torch.Tensor] = (), inside: Inside | None = None) -> None:
         super().__init__("cpu")
         self.priced: list[Priced] = []  # the operators that did work, in order
         self.hidden: list[Hidden] = []  # what lived inside operators, in order; not among the births and deaths
@@ -91,8 +100,8 @@ class Recorder(Ledger):
 
         self._valueless: set[int] = set()  # storages of real floats that something fake was written to
         self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
-        self._hidden_bytes = hidden_bytes
-        self._sums_in_place = hidden_bytes is not None
+        self._inside = inside
+        self._sums_in_place = inside is not None
 
     @property
     def events(self) -> int:
@@ -141,6 +150,7 @@ class Recorder(Ledger):
         return self._on_fakes(func, args, kwargs or {})
 
     def _on_fakes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin = len(self._events)
         with torch._C.DisableTorchFunction():  # a mode of functions must not see what is asked of tensors here
             try:
                 out, recipe = self._fakes.run(func, args, kwargs)
@@ -159,7 +169,7 @@ class Recorder(Ledger):
                         self.products.setdefault(in_graph, number)
                 if in_backward and func is ADD:
                     self._note_sum(args[0], out)
-            self._price(recipe, func, args, kwargs, out)
+            self._price(recipe, func, args, kwargs, out, begin)
         return out
 
     def _is_valueless(self, args: tuple[Any, ...]) -> bool:
@@ -218,26 +228,30 @@ class Recorder(Ledger):
             else:
                 self._see(out, effect_of(func))
         else:
-            is_backwards = func in _BACKWARDS and self._hidden_bytes is not None
+            is_backwards = func in _BACKWARDS and self._inside is not None
             self._see(out[::-1] if is_backwards else out, effect_of(func))
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
-    def _price(self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _price(
+        self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, begin: int
+    ) -> None:
         known = None if recipe is None else recipe.learnt.get(_COST)
         if known is None:
             work = work_of(func, args, kwargs, out)
-            hidden = self._hidden_bytes(func, args, kwargs) if work is not None and self._hidden_bytes else ()
-            known = work, hidden
+            inside = self._inside(func, args, kwargs) if work is not None and self._inside else None
+            known = work, inside
             if recipe is not None:
                 recipe.learnt[_COST] = known
-        work, hidden = known
+        work, inside = known
         if work is None:
             return
         moment = self._now()
         self.priced.append(Priced(len(self._events), work, moment))
-        if hidden:
-            self.hidden.append(Hidden(len(self._events), hidden, moment))
-            self.peak_bytes = max(self.peak_bytes, self._live_bytes + sum(hidden))
+        if inside is not None:
+            hidden = Hidden(begin, len(self._events), inside, moment)
+            self.hidden.append(hidden)
+            for _, size_bytes in hidden.peaks():
+                self.peak_bytes = max(self.peak_bytes, self._live_bytes + size_bytes)
 
 
 @functools.cache

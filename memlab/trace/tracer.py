@@ -41,7 +41,7 @@ from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Layout, row_ranges
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
-from memlab.trace.recorder import Hidden, HiddenBytes, Priced, Recorder
+from memlab.trace.recorder import Hidden, Inside, Priced, Recorder
 from memlab.trace.rows import flat, with_rows
 from memlab.trace.twin import Twin
 
@@ -56,7 +56,7 @@ class Choices:
     """Context in which operators on the twin choose what they would choose on its device."""
 
     entered: Callable[[], AbstractContextManager[Any]] = nullcontext  # context in which steps run
-    hidden_bytes: HiddenBytes | None = None  # sizes of the temporaries inside an operator; None where none are known
+    inside: Inside | None = None  # the temporaries inside an operator; None where none are known
 
 
 @dataclass(frozen=True)
@@ -403,7 +403,7 @@ class Tracer:
         """
         models = [twin.workload.model for twin in self.twins]
         live = (tensor for each in self._live for _, tensor in parameters_of(each.model))
-        recorder = Recorder(self._fakes, live, self._choices.hidden_bytes)
+        recorder = Recorder(self._fakes, live, self._choices.inside)
         gradients = [_GradientsBefore(each) for each in self._live]
         # globals, closures and classes that the twin's forward reaches are the user's
         reached = [State.of_model(model, torch.device("cpu")) for model in models]

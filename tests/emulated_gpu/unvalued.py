@@ -19,7 +19,7 @@ HAS_VALUES = not IS_EMULATED or bool(os.environ.get("EMULATED_GPU_VALUES"))
 
 def unjudged() -> AbstractContextManager[Any]:
     """Split batches without the comparison of rows together and apart, which takes as much as the whole batch."""
-    return patch.object(Accumulation, "_verdict", lambda *_: None)
+    return patch.object(Accumulation, "_judged", lambda *_: None)
 
 
 @contextmanager

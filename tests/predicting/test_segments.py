@@ -105,7 +105,7 @@ def test_what_lives_inside_operators_counts_and_leaves_nothing() -> None:
     assert trace.hidden
     plain, full = (TracedPass(target.rates, each, 8).segment(8) for each in (replace(trace, hidden=()), trace))
     inside = [event for event in full.events if event[1] < 0]
-    assert len(inside) == 2 * sum(len(hidden.sizes) for hidden in trace.hidden)
+    assert len(inside) == 2 * sum(len(group) for hidden in trace.hidden for group in hidden.inside.groups)
     assert sum(size_bytes for size_bytes, *_ in inside) == 0
     assert [event for event in full.events if event[1] >= 0] == list(plain.events)
     assert full.shape.end == plain.shape.end

@@ -36,7 +36,7 @@ def test_the_cpu_is_counted_by_the_ledger(workload: Workload, device: str | None
     assert target.workspaces == ()
     assert target.compute_capability is None
     with target.choices.entered():
-        assert target.choices.hidden_bytes is None
+        assert target.choices.inside is None
 
 
 @pytest.mark.parametrize("name", [listed.name for listed in gpus()])

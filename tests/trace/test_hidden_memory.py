@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,11 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.hardware.gpus import Gpu, gpu
 from memlab.trace.cuda_choices import cuda_choices
-from memlab.trace.hidden_memory import hidden_bytes
+from memlab.trace.hidden_memory import Held, Temporaries
 from tests.trace.cuda_twins import fake, twin_of
 
 A100, L4, H100, T4, P100 = (gpu(name) for name in ("A100 80GB", "L4", "H100 SXM", "T4", "P100"))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def hidden_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on: Gpu) -> tuple[int, ...]:
+    """Sizes of all temporaries of a call, in the order in which they are freed."""
+    found = Temporaries.of(func, args, kwargs, on)
+    return () if found is None else tuple(itertools.chain(*found.groups))
 
 
 class Hidden(TorchDispatchMode):
@@ -53,7 +60,7 @@ def test_flash_backward_gathers_query_gradients_in_fp32() -> None:
     sizes = attend(A100, BF16, (2, 4, 200, 80))
 
     sums = 2 * 4 * 256 * 4  # 200 queries rounded to 256
-    assert sizes == {"_scaled_dot_product_flash_attention_backward": (sums, sums * 96)}  # 80 channels rounded to 96
+    assert sizes["_scaled_dot_product_flash_attention_backward"] == (sums, sums * 96)  # 80 channels rounded to 96
 
 
 def test_flash_backward_rounds_many_channels_to_64() -> None:
@@ -75,8 +82,7 @@ def test_flash_backward_copies_what_is_not_in_its_order() -> None:
         F.scaled_dot_product_attention(q, q, q).backward(fake(2, 4, 128, 64, dtype=BF16))
 
     sizes = hidden.sizes["_scaled_dot_product_flash_attention_backward"]
-    assert sizes[:2] == (2 * 4 * 128 * 64 * 2,) * 2  # gradient and output
-    assert len(sizes) == 4
+    assert sizes[2:] == (2 * 4 * 128 * 64 * 2,) * 2  # gradient and output
 
 
 def gradient_tiles(shape: tuple[int, ...], queries: int, keys: int) -> int:
@@ -91,7 +97,7 @@ def test_efficient_backward_in_fp32_multiplies_outside_of_its_kernel() -> None:
     sizes = attend(A100, FP32, shape)["_scaled_dot_product_efficient_attention_backward"]
 
     rows = 2 * 4 * 200 * 4
-    assert sizes == max(((rows, gradient_tiles(shape, 64, 64)), (rows * 64, rows)), key=sum)
+    assert sizes == (rows * 64, rows, rows, gradient_tiles(shape, 64, 64))
 
 
 def test_efficient_backward_in_half_precision_needs_tiles_of_query_gradients() -> None:
@@ -164,7 +170,8 @@ def test_sums_of_small_whole_numbers_are_of_long_ones() -> None:
 def test_efficient_backward_before_volta_splits_no_keys() -> None:
     sizes = attend(P100, FP32, (2, 4, 200, 64))["_scaled_dot_product_efficient_attention_backward"]
 
-    assert sizes == (2 * 4 * 200 * 64 * 4, 2 * 4 * 200 * 4)
+    rows = 2 * 4 * 200 * 4
+    assert sizes == (rows * 64, rows, rows)
 
 
 def test_efficient_forward_of_many_channels_adds_up_in_fp32() -> None:
@@ -189,9 +196,9 @@ def test_embedding_backward_sorts_and_sums_in_pieces(tokens: int, rows: int) -> 
 
     segments = min(tokens, rows)
     pieces = tokens // 10 + segments
-    sizes = hidden.sizes["embedding_dense_backward"]
-    assert sizes[-1] == pieces * 32 * 4
-    assert sum(sizes[-7:-1]) == 8 * (3 * tokens + 2 * segments + pieces)
+    *lists, sums, copy = hidden.sizes["embedding_dense_backward"]
+    assert (sums, copy) == (pieces * 32 * 4, tokens * 32 * 4)
+    assert sum(lists) == 8 * (3 * tokens + 2 * segments + pieces)
 
 
 def test_embedding_backward_of_few_tokens_needs_nothing() -> None:
@@ -227,3 +234,38 @@ def test_everything_else_is_one_look_up() -> None:
     rows = fake(4, 4)
 
     assert hidden_bytes(torch.ops.aten.add.Tensor, (rows, rows), {}, A100) == ()
+
+
+def test_flash_forward_adds_up_parts_of_the_keys_where_queries_do_not_fill_the_gpu() -> None:
+    few, many = (fake(4, 8, queries, 64, dtype=BF16) for queries in (200, 1500))
+    func = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    # 4 × 8 × 4 blocks of 64 queries for 108 processors: keys are split into three
+    rows_bytes = 3 * 4 * 8 * 200 * 4
+    assert hidden_bytes(func, (few, many, many), {}, A100) == (rows_bytes, rows_bytes * 64)
+    assert hidden_bytes(func, (few, many, many, 0.1), {}, A100) == ()
+    assert hidden_bytes(func, (many, many, many), {}, A100) == ()
+
+
+def test_copies_are_taken_before_results() -> None:
+    rows = fake(64, 32).t()
+
+    found = Temporaries.of(torch.ops.aten.native_layer_norm.default, (rows, [64], None, None, 1e-5), {}, A100)
+
+    assert found is not None
+    assert found.groups == (Held((rows.nbytes,)),)
+    assert isinstance(found.groups[0], Held)
+
+
+@pytest.mark.parametrize("rows", [256, 512, 1024, 1500, 4096])
+def test_temporaries_of_other_rows_follow_from_those_of_two_batches(rows: int) -> None:
+    def summed(rows: int) -> Temporaries:
+        gradient = torch.empty(rows, 20_000, device="meta")
+        found = Temporaries.of(torch.ops.aten.sum.dim_IntList, (gradient, [0], True), {}, H100)
+        assert found is not None
+        return found
+
+    one, other = summed(1024), summed(2048)
+
+    assert one.between(other, (rows - 1024) / 1024).groups == summed(rows).groups
+    assert one.between(other, (512 - 1024) / 1024).groups == ()

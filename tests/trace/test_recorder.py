@@ -12,10 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from memlab.errors import TraceError
+from memlab.hardware.gpus import gpu
 from memlab.measuring.ledger import Ledger
 from memlab.records import Category, Phase
 from memlab.trace.cuda_attention import _RUN, Attention
 from memlab.trace.fast_fakes import FastFakes
+from memlab.trace.hidden_memory import Held, Temporaries
 from memlab.trace.recorder import Recorder, makes_from_nothing
 
 _aten = torch.ops.aten
@@ -129,18 +131,20 @@ def test_operators_that_do_work_are_priced_in_order(mode: FakeTensorMode, record
 
 
 def test_what_lives_inside_an_operator_counts_at_its_moment(mode: FakeTensorMode) -> None:
-    def inside(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
-        return (1000, 24) if func is _aten.mm.default else ()
+    def inside(func: Any, args: Any, kwargs: Any) -> Temporaries | None:
+        if func is not _aten.mm.default:
+            return None
+        return Temporaries(((1000, 24), (500,), Held((100,))), func, args, kwargs, gpu("T4"))
 
-    recorder = Recorder(FastFakes(mode), hidden_bytes=inside)
+    recorder = Recorder(FastFakes(mode), inside=inside)
     recorder.begin([])
     one = fake(mode, 8, 8)
     with recorder:
         first = one @ one
         second = one @ one
-    assert [hidden.sizes for hidden in recorder.hidden] == [(1000, 24)] * 2
-    assert [hidden.event for hidden in recorder.hidden] == [1, 2]
-    assert recorder.peak_bytes == 2 * 256 + 1024
+    assert [(hidden.begin, hidden.event) for hidden in recorder.hidden] == [(0, 1), (1, 2)]
+    assert list(recorder.hidden[1].peaks()) == [(1, 100), (2, 1124), (2, 600), (2, 100)]
+    assert recorder.peak_bytes == 2 * 256 + 1124
     assert recorder.live_bytes == 512
     recorder.close()
     del first, second
@@ -243,8 +247,8 @@ def test_factories_are_known_by_their_schema(func: Any, expected: bool) -> None:
 
 def test_on_a_gpu_autograd_adds_to_a_gradient_that_nobody_else_holds(mode: FakeTensorMode) -> None:
     births = []
-    for hidden_bytes in (None, lambda *_: ()):
-        recorder = Recorder(FastFakes(mode), hidden_bytes=hidden_bytes)
+    for inside in (None, lambda *_: None):
+        recorder = Recorder(FastFakes(mode), inside=inside)
         recorder.begin([])
         inputs = fake(mode, 8, 8).requires_grad_()
         with recorder:
@@ -261,7 +265,7 @@ def test_on_a_gpu_autograd_adds_to_a_gradient_that_nobody_else_holds(mode: FakeT
 
 
 def test_a_sum_of_gradients_that_is_added_to_another_one_dies(mode: FakeTensorMode) -> None:
-    recorder = Recorder(FastFakes(mode), hidden_bytes=lambda *_: ())
+    recorder = Recorder(FastFakes(mode), inside=lambda *_: None)
     recorder.begin([])
     inputs = fake(mode, 8, 8).requires_grad_()
     with recorder:
@@ -272,7 +276,7 @@ def test_a_sum_of_gradients_that_is_added_to_another_one_dies(mode: FakeTensorMo
 
 
 def on_a_gpu(mode: FakeTensorMode) -> Recorder:
-    recorder = Recorder(FastFakes(mode), hidden_bytes=lambda *_: ())
+    recorder = Recorder(FastFakes(mode), inside=lambda *_: None)
     recorder.begin([])
     return recorder
 

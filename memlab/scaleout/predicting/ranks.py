@@ -314,8 +314,9 @@ def _run(account: MemoryAccount, sharding: Sharding, traced: TracedPass, rows: i
     for mark in traced.trace.marks:
         marks[mark.event].append(mark)
     hidden: dict[int, list[int]] = defaultdict(list)
-    for at, size_bytes in traced.hidden(rows):
-        hidden[at].append(size_bytes)
+    for each in traced.hidden(rows):
+        for at, size_bytes in each.peaks():
+            hidden[at].append(size_bytes)
     events, parts = traced.events(rows), [_PART_OF[category] for category in Category]
     sizes = {number: size_bytes for size_bytes, number, _, _ in events if size_bytes > 0}
     outputs = _Outputs(account, sharding, outputs_bytes)

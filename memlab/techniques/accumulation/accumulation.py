@@ -314,6 +314,8 @@ class Accumulation(Technique):
                     raise
                 release(error)
                 return before
+            if next(self._model.parameters()).is_cuda:
+                torch.cuda.empty_cache()  # rows together reserve more than the steps that follow need
             if found is not None:
                 probe = self._probes.pop(self._condition)
                 self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])
@@ -353,8 +355,6 @@ class Accumulation(Technique):
             is_low = self.plan.precision not in _FULL
             judge = Judge(self._model, self._name, self._probe_of(whole), self._per_part, is_low=is_low)
             verdict = judge.judge(call, whole, layout, parts)
-        if next(self._model.parameters()).is_cuda:
-            torch.cuda.empty_cache()  # rows together reserve more than the steps that follow need
         self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
         for technique in self.host.techniques():
             technique.trial_over()
