@@ -118,7 +118,12 @@ class ModelCalls:
             weights = Weights(session.workload.model) if is_on_trial else None
             rescuer = session.rescuing
             try:
-                return run(*args, **kwargs) if rescuer is None else rescuer.call(run, args, kwargs)
+                if rescuer is not None:
+                    return rescuer.call(run, args, kwargs)
+                output = run(*args, **kwargs)
+                if start is not None:
+                    start.call_ended()
+                return output
             except MemlabError as error:
                 if not (start and weights and weights.are_untouched and session.switching.falls_back(error)):
                     raise

@@ -114,6 +114,9 @@ _ON: dict[str, Callable[[Any], Kernel]] = {"AutocastCPU": _on_below_autocast, "A
 
 
 def is_watched() -> bool:
-    """Return whether modes are in force beside the recorder, as in selective checkpointing: torch writes less in place then."""
+    """Return whether modes are in force in every step, as in selective checkpointing: torch writes less in place then.
+
+    What watches for writes does so in the first run alone.
+    """
     modes = _get_current_dispatch_mode_stack()
     return any(isinstance(mode, WatchingMode) and not isinstance(mode, (Ledger, StorageWatch)) for mode in modes)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memlab
@@ -599,3 +600,32 @@ def test_any_plan_may_be_clicked_in_any_loop(seed: int) -> None:
         assert all(
             torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(values, untouched, strict=True)
         )
+
+
+class _Clones(TorchDispatchMode):
+    """Counts the bytes that are cloned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.size_bytes += args[0].nbytes if func is torch.ops.aten.clone.default else 0
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rescue", [False, True])
+def test_a_large_buffer_that_calls_leave_alone_is_not_copied_for_each_of_them(rescue: bool) -> None:
+    model = Net()
+    model.register_buffer("mask", torch.ones(512, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cloned: list[int] = []
+    with fit(Workload(model, optimizer, batch=batch(0)), "--bf16", rescue=rescue):
+        for step in range(4):
+            with _Clones() as clones:
+                backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            cloned.append(clones.size_bytes)
+
+    assert cloned[-1] < model.mask.nbytes

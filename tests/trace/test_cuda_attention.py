@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab.hardware.gpus import gpu
+from memlab.runtime.dispatch import StorageWatch
 from memlab.techniques.checkpointing.selective import Products
 from memlab.trace.cuda_attention import Attention, attention_backend
 from memlab.trace.cuda_choices import cuda_choices
@@ -168,6 +169,15 @@ def test_math_adds_its_mask_to_a_copy_where_operators_are_watched() -> None:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     assert (operators.count("add.Tensor"), operators.count("add_.Tensor")) == (1, 0)
+
+
+def test_math_adds_its_mask_in_place_in_the_steps_after_one_that_is_watched_for_writes() -> None:
+    q = fake(2, 4, 16, 62, trained=True)
+
+    with cuda_choices(gpu("A100 80GB")), StorageWatch(), Operators() as operators:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    assert (operators.count("add.Tensor"), operators.count("add_.Tensor")) == (0, 1)
 
 
 def test_real_tensors_take_the_cpus_way() -> None:
