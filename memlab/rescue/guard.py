@@ -165,6 +165,11 @@ class GuardedCall:
         """Return whether nothing has happened that cannot be undone."""
         return self._weights.are_untouched
 
+    @property
+    def unreadable(self) -> list[str]:
+        """Return names of what the call may change and nothing can put back: it must not run twice."""
+        return self._before.state.unreadable
+
     def start_over(self) -> None:
         """Restore the state that the call began with."""
         self._aliases.take_gradients()  # of a backward pass that the model runs itself

@@ -24,7 +24,7 @@ A plan that is reached stays. What was done is in `Rescuer.rescues` and in the s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -171,10 +171,13 @@ class Rescuer:
         def work() -> Any:
             nonlocal guarded
             guarded = guarded or self._guarded(run, args, kwargs)
+            if guarded.unreadable:
+                self._stand_down(guarded.unreadable)
+                return run(*args, **kwargs)
             return guarded.outputs()
 
         def make_room(shortage: BaseException) -> None:
-            if guarded is not None and not guarded.can_start_over:
+            if guarded is not None and (guarded.unreadable or not guarded.can_start_over):
                 raise shortage
             self.recovery.make_room(
                 shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None
@@ -195,6 +198,8 @@ class Rescuer:
                     f"a call of {type(self._model).__name__} goes on from the graph of an earlier one: memory that runs out in its "
                     "backward pass is not rescued"
                 )
+            elif self.is_idle:
+                return output
             else:
                 self._learn_of_own_backward()
                 self._loop_code_begins()
@@ -230,14 +235,24 @@ class Rescuer:
 
     def steps_aside(self, error: Exception) -> None:
         """Guard no more after an error of memlab's own, which must not end the user's loop."""
+        self._end()
+        self._live_session.log.note_once(
+            f"memlab's rescue failed and is off from here on: memory that runs out ends the cell ({first_line(error)})"
+        )
+
+    def _stand_down(self, unreadable: Sequence[str]) -> None:
+        """Guard no more, as nothing may run twice."""
+        self._end()
+        self._live_session.log.note_not_rescued(
+            f"{type(self._model).__name__} reads {unreadable[0]}, which cannot be put back: memory that runs out is not rescued"
+        )
+
+    def _end(self) -> None:
         self.is_idle, self.is_armed = True, False
         with suppress(Exception):
             self._loop_code.end()
         if self._aliases is not None:
             self._aliases.deliver()
-        self._live_session.log.note_once(
-            f"memlab's rescue failed and is off from here on: memory that runs out ends the cell ({first_line(error)})"
-        )
 
     @contextmanager
     def _stepping_aside(self) -> Iterator[None]:
@@ -255,7 +270,7 @@ class Rescuer:
         try:
             return run(*args, **kwargs)
         except BaseException as error:
-            if not (weights.are_untouched and self.recovery.can_rescue(error)):
+            if not (weights.are_untouched and self.recovery.can_rescue(error)) or self._reads_on():
                 raise
             shortage = error
         assert self._evidence is not None
@@ -263,6 +278,13 @@ class Rescuer:
         self.recovery.rows = Batch(args, kwargs).rows or 1
         self.recovery.make_room(shortage, Place.FORWARD, start.restore)
         return self.call(run, args, kwargs)
+
+    def _reads_on(self) -> bool:
+        """Return whether the model has read what cannot be put back, so that its call cannot be repeated."""
+        unreadable = Start(self._model, self._live_session.workload.device).state.unreadable
+        if unreadable:
+            self._stand_down(unreadable)
+        return bool(unreadable)
 
     def _call_openly(self, why: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward whose backward pass cannot be repeated: its graph is the loop's."""
@@ -273,7 +295,7 @@ class Rescuer:
 
         def make_room(shortage: BaseException) -> None:
             nonlocal weights
-            if not weights.are_untouched:
+            if start.state.unreadable or not weights.are_untouched:
                 raise shortage
             self.recovery.make_room(shortage, Place.FORWARD, start.restore)
             weights = Weights(self._model)

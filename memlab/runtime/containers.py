@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
+import ctypes
 import functools
+import io
 import operator
 import types
 from abc import ABC, abstractmethod
@@ -16,9 +20,24 @@ from memlab.runtime.stand_ins import StandIn
 
 # stands for what is not there
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
+_RAW = (bytearray, array.array, ctypes.c_int.__mro__[-2], io.StringIO, io.BytesIO)
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 
 Items = dict[Any, Any]
+
+
+def is_unreadable(value: Any) -> bool:
+    """Return whether a value has state that cannot be put back: an iterator of C or of torch's, raw memory."""
+    if isinstance(value, contextvars.ContextVar):
+        try:
+            value.get()
+        except LookupError:
+            return True  # nothing takes a value away again
+    if isinstance(value, _RAW):
+        return True
+    # files are iterators as well, of whose lines a forward reads none
+    is_iterator = isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+    return is_iterator and (not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] == "torch")
 
 
 @dataclass(frozen=True)
@@ -126,6 +145,39 @@ class Mapping(Container):
             # in the order in which they were
             self.held.clear()
             self.held.update(items)
+
+
+class BesideParameters(Mapping):
+    """State of a loop's optimizer, without that of parameters, which updates alone change."""
+
+    def read(self) -> Items:
+        return {key: value for key, value in self.held.items() if not isinstance(key, torch.Tensor)}
+
+    def is_as(self, glance: Any) -> bool:
+        return False
+
+    def fill(self, items: Items) -> None:
+        Container.fill(self, items)
+
+
+class Variable(Container):
+    """A context variable that has a value."""
+
+    def read(self) -> Items:
+        return {None: self.held.get()}
+
+    def write(self, key: Any, value: Any) -> None:
+        self.held.set(value)
+
+
+class Gradients(Container):
+    """Gradients of parameters that a forward trains by itself."""
+
+    def read(self) -> Items:
+        return {place: parameter.grad for place, parameter in enumerate(self.held)}
+
+    def write(self, key: Any, value: Any) -> None:
+        self.held[key].grad = None if value is ABSENT else value
 
 
 @functools.lru_cache(maxsize=1024)

@@ -322,8 +322,11 @@ class State(Walk):
                 self._tensors.setdefault(id(parameter), KeptTensor(parameter, copied=copied))
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        if id(tensor) in self._tensors or isinstance(tensor, nn.Parameter) or own_class(tensor) not in _COPIED:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if id(tensor) in self._tensors or own_class(tensor) not in (_FROZEN if is_parameter else _COPIED):
             return
+        if is_parameter and (tensor.requires_grad or tensor.device != self._device):
+            return  # a technique keeps it elsewhere
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
             return
         is_small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= SMALL_BYTES

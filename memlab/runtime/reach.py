@@ -6,12 +6,13 @@ Rules:
    and globals which that code names; hooks, functions and autograd functions are followed as well. Lists, dictionaries, sets and
    plain objects, with `__slots__` or without, are looked into, to a depth. Modules that are met so are walked as well (`beside`).
 2. Objects of torch's, DeepSpeed's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
-   in modules.
+   in modules. Optimizers, schedulers, scalers and distributions are looked into, the loop's optimizers but for the state of parameters.
 3. Every container is met once.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import operator
@@ -43,6 +44,14 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 # those of every module, in torch's own `nn.modules.module`
 GLOBAL_FORWARD_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _GLOBAL_BACKWARD_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks")
+# classes of torch's that are looked into
+_STATEFUL = (
+    torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.distributions.Distribution,
+)  # fmt: skip
+# parameters and what plans attach to; the rest is met by itself
+_OF_OPTIMIZERS = frozenset(
+    ("param_groups", "state", "step", *(name for name in vars(torch.optim.SGD([torch.empty(0)])) if "hook" in name))
+)
 # beside them, by the same numbers, what was asked for when they were registered
 _HOOK_TABLES = (*MODULE_HOOKS, *HOOK_OPTIONS)
 _hook_tables = operator.itemgetter(*_HOOK_TABLES)
@@ -107,6 +116,7 @@ class Walk(ABC):
         self._contents: list[tuple[containers.Container, containers.Items]] = []
         self._hooks: list[ModuleHooks] = []
         self.generators: list[Any] = []  # of random numbers that were met
+        self.unreadable: list[str] = []  # names of what was met and cannot be put back
 
     @property
     def contents(self) -> Collection[tuple[containers.Container, containers.Items]]:
@@ -201,13 +211,40 @@ class Walk(ABC):
                 self.met(containers.Array(value, _always(name)))
         elif isinstance(value, nn.Module):
             self.beside(value, name)
+        elif containers.is_unreadable(value):
+            if self._is_new(value):
+                self.unreadable.append(f"{name} ({type(value).__name__})")
+        elif isinstance(value, contextvars.ContextVar):
+            if self._is_new(value):
+                self._items(self.met(containers.Variable(value, _always(name))).items(), _always(name), depth)
         elif isinstance(value, type):
             self._differentiable(value)
         elif self._is_new(value) and self._is_object(value):
-            if type(getattr(value, "__dict__", None)) is dict:
+            if isinstance(value, torch.optim.Optimizer):
+                self._optimizer(value, name)
+            elif type(getattr(value, "__dict__", None)) is dict:
                 self._dict(value.__dict__, lambda key: f"{name}.{key}", depth)
             if slots := containers.Slots(value):
                 self._mapping(slots, lambda key: f"{name}.{key}", depth)
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, depth: int = 1) -> None:
+        """Walk from an optimizer: one that hooks gather statistics for, or that a forward itself updates with; as from a model."""
+        self._dict(vars(optimizer), lambda key: f"{name}.{key}", depth, skipped=_OF_OPTIMIZERS)
+        self.met(containers.Sequence(optimizer.param_groups, _always(f"{name}.param_groups")))
+        for group in optimizer.param_groups:
+            self._dict(group, lambda key: f"{name}.param_groups[{key!r}]", depth + 1, skipped=frozenset(("params",)))
+        # a session hooks those of the loop
+        is_loops = any(map(is_ours, optimizer._optimizer_step_pre_hooks.values()))
+        of_state = containers.BesideParameters if is_loops else containers.Mapping
+        state = of_state(optimizer.state, _always(f"{name}.state"))
+        self._items(self.met(state).items(), state.name, depth)
+        if not is_loops:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            gradients = containers.Gradients(parameters, _always(f"gradients of {name}"))
+            self._items(self.met(gradients).items(), gradients.name, depth)
+            # of modules they are met with these
+            bare = [parameter for parameter in parameters if not isinstance(parameter, nn.Parameter)]
+            self._places(bare, f"parameters of {name}", depth)
 
     def _dict(
         self, values: dict[Any, Any], name: Callable[[Any], str], depth: int, skipped: frozenset[str] = frozenset()
@@ -284,10 +321,9 @@ class Walk(ABC):
         """Return whether attributes of a value may be state: an object of the user's."""
         # modes of torch see every operator, memlab's own runs too: what they count is no state of the model
         is_code = isinstance(value, (nn.Module, type, types.ModuleType, TorchDispatchMode, TorchFunctionMode))
-        is_machinery = (
-            is_code or isinstance(value, torch.optim.Optimizer) or _is_of(type(value).__module__, self.left_alone)
-        )
-        return not is_machinery
+        home = type(value).__module__
+        is_stateful = isinstance(value, _STATEFUL) and _is_of(home, ("torch",))
+        return not is_code and (is_stateful or not _is_of(home, self.left_alone))
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:

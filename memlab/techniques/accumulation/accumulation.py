@@ -149,7 +149,14 @@ class Accumulation(Technique):
     def _probe_of(self, whole: Call) -> Probe:
         """Return what is known of calls under the present conditions, as far as they are known before it runs."""
         if not self._condition:
-            self._condition = self._condition_of(whole, self._surroundings())
+            surroundings = self._surroundings()
+            if surroundings.unreadable:
+                raise RefusalError(
+                    self.field,
+                    f"{self._name} reads {surroundings.unreadable[0]}, which cannot be put back before the next micro-batch",
+                    KEEP_WHOLE,
+                )
+            self._condition = self._condition_of(whole, surroundings)
         if self._condition not in self._probes:
             run = self._in_bf16 if self.plan.precision is Precision.PURE_BF16 else None
             self._probes[self._condition] = Probe(self._model, self._name, self._per_part, run)

@@ -260,7 +260,7 @@ class Checkpointing(Technique):
         """Recompute the parts that were chosen, from the next call on."""
         names = {id(module): name for name, module in model.named_modules()}
         known = {(id(part.owner), part.span): part for part in self._parts}
-        left_alone = [part for part in self._parts if part.gives_other_results]
+        left_alone = [part for part in self._parts if part.why_not_again]
         parts: dict[tuple[int, tuple[int, int] | None], Part] = {}
         kept: list[tuple[Part, Kept]] = []
         for segment in chosen.segments:
@@ -277,10 +277,10 @@ class Checkpointing(Technique):
         self.notes = [*said, *self._said_of_parts()]
 
     def _said_of_parts(self) -> list[str]:
-        names = [part.name for part in self._left_alone]
-        if not names:
-            return []
-        return [f"{', '.join(names)} computed something else when run again, and is not recomputed"]
+        by_reason: dict[str, list[str]] = {}
+        for part in self._left_alone:
+            by_reason.setdefault(part.why_not_again, []).append(part.name)
+        return [f"{', '.join(names)} {reason}, and is not recomputed" for reason, names in by_reason.items()]
 
     # -- running them --------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Checkpointing(Technique):
         return True
 
     def _run(self, part: Part, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if not self._applies() or part.gives_other_results:
+        if not self._applies() or part.why_not_again:
             return call(*args, **kwargs)
         self.was_reached = True
         again = functools.partial(recomputed, part, call, args, kwargs)
@@ -339,8 +339,8 @@ class Checkpointing(Technique):
         is_measured = self._budget is not None and self._budget.is_measuring
         then = functools.partial(self._measure, part, call) if is_measured else None
         output = again(watch=self._look, then=then, selective=self.plan.checkpointing == "selective")
-        if part.gives_other_results:
-            self.note_once(f"{part.name} changes its weights as it runs, and is not recomputed")
+        if part.why_not_again:
+            self.note_once(f"{part.name} {part.why_not_again}, and is not recomputed")
         return output
 
     def _measure(self, part: Part, call: Callable[..., Any], run: Run, saved: Sequence[torch.Tensor]) -> None:

@@ -84,12 +84,12 @@ class Look(WriteWatch):
         output = run.first(call, args, kwargs)
         self._measure(node, births, output)
         node.cost = self._cost - cost
-        if run.writes_to_inputs:
+        if run.cannot_be_repeated or run.writes_to_inputs:
             counts = False  # the graphs of its inputs are no longer those it started from
         elif run.is_seen_inside:
             counts = False
             with torch.no_grad(), given.as_before():
-                part.gives_other_results = not self._gives(run, output, lambda: call(*args, **kwargs))
+                self._compared(part, run, output, lambda: call(*args, **kwargs))
         else:
             output = tree_map(_without_graph, output)
             numbers = [*self._sizes(output)]
@@ -100,20 +100,25 @@ class Look(WriteWatch):
                 second.append(recomputed(run))
                 return second[0]
 
-            counts = self._gives(run, output, again)
-            part.gives_other_results = not counts
+            counts = self._compared(part, run, output, again)
             if not counts:
                 given.put_back()
                 run.put_weights_back()
             output = second[0] if counts else self._once_more(run, lambda: call(*args, **kwargs))
             self._same_as |= dict(zip(self._sizes(output), numbers, strict=False))
-        node.is_fixed, node.recomputed = part.gives_other_results, counts
+        node.is_fixed, node.recomputed = bool(part.why_not_again), counts
         del held
         if part.span is not None:
             self._close_run()
         elif not is_called:
             self._leave(output)
         return output
+
+    def _compared(self, part: Part, run: Run, first: Any, again: Callable[[], Any]) -> bool:
+        is_same = self._gives(run, first, again)
+        if not is_same:
+            part.why_not_again = "computed something else when run again"
+        return is_same
 
     def _gives(self, run: Run, first: Any, again: Callable[[], Any]) -> bool:
         """Return whether running a part once more gives what it gave; where it has a graph, its state then is what counts."""

@@ -52,7 +52,7 @@ class Part:
     hooks_that_take_part: set[int] = field(default_factory=set)  # numbers of those that did in their last run
     is_watched: bool = False  # whether its first run is over, in which that is seen
     runs: int = 0
-    gives_other_results: bool = False  # it was seen to compute something else when it was run again
+    why_not_again: str = ""  # why it is not recomputed, in words that follow its name
 
     @property
     def members(self) -> list[nn.Module]:
@@ -93,6 +93,13 @@ class Run:
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
+
+    @property
+    def cannot_be_repeated(self) -> bool:
+        """Return whether the part has state that cannot be put back; it is never recomputed then."""
+        if self._state.unreadable:
+            self._part.why_not_again = f"reads {self._state.unreadable[0].lstrip('.')}, which cannot be put back"
+        return bool(self._state.unreadable)
 
     @property
     def writes_to_inputs(self) -> bool:
@@ -237,6 +244,8 @@ def recomputed(
 ) -> Any:
     """Run a part so that the backward pass runs it again."""
     run = run or Run(part, args, kwargs)
+    if run.cannot_be_repeated:
+        return call(*args, **kwargs)
     watched, part.is_watched = not part.is_watched, True
     is_first_call = watch is not None
     given, first_given = [(args, kwargs)], (args, kwargs) if watched else ((), {})
@@ -278,7 +287,7 @@ def recomputed(
                 "use --offload activations",
             )
         del output
-        part.gives_other_results = True
+        part.why_not_again = "changes its weights as it runs"
         with run.again(with_graphs=True) as repetition:
             repetition.counts = True
             args, kwargs = first_given

@@ -62,8 +62,7 @@ class FirstCalls:
         """
         if self._precision is Precision.FP16:
             refuse_backward_hooks(name, model)
-        before = _state_of(model)
-        randomness = Randomness(before.generators)
+        before, randomness = _left_by(model)
         frozen = self._copies_of_frozen(model)
         # a mode within which something is compiled would be part of what torch compiles it for
         pure = self._precision is Precision.PURE_BF16 and not is_compiled(model)
@@ -105,24 +104,32 @@ class FirstCalls:
 
         Raises:
             RefusalError: the call runs in full precision; what the failed one has left is still there.
-            Exception: the model's own error.
+            Exception: the model's own error; what the call has left, it has left once.
         """
-        raise self._refusal(name, model, run, first_line(error), ()) from None
+        left, randomness = _left_by(model)
+        try:
+            refusal = self._refusal(name, model, run, first_line(error), ())
+        except BaseException:
+            left.restore(strict=False)
+            randomness.restore()
+            raise
+        raise refusal from None
 
     def _refusal(
         self, name: str, model: nn.Module, run: Callable[[], Any], said: str, frozen: Sequence[_Frozen]
     ) -> RefusalError:
-        """Return the refusal of a model that a call of runs in full precision, which leaves nothing behind; raise its own error."""
-        before = _state_of(model)
-        randomness = Randomness(before.generators)
+        """Return the refusal of a model of which a call runs in full precision; that leaves nothing behind.
+
+        Raises:
+            Exception: the model's own error, which leaves what the call has left.
+        """
+        before, randomness = _left_by(model)
         with self._in_fp32(model):
             masters = [(tensor, tensor.detach().clone()) for tensor in (each.tensor for each in frozen)]
-            try:
-                run()  # where that fails as well, the error is the model's own
-            finally:
-                for tensor, master in masters:
-                    if not torch.equal(tensor, master):
-                        tensor.data = master
+            run()
+            for tensor, master in masters:
+                if not torch.equal(tensor, master):
+                    tensor.data = master
         before.restore(strict=False)
         randomness.restore()
         return refusal_of(name, self._precision, said)
@@ -177,13 +184,14 @@ class FirstCalls:
         return next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None)
 
 
-def _state_of(model: nn.Module) -> Surroundings:
+def _left_by(model: nn.Module) -> tuple[Surroundings, Randomness]:
     """Return what a model's forward may change, with copies: writes to `.data` are seen by values alone.
 
     Not of frozen parameters where they are most of the model, as base weights beside adapters.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    return Surroundings(model, complete=True, frozen=not _are_most(model, frozen))
+    found = Surroundings(model, complete=True, frozen=not _are_most(model, frozen))
+    return found, Randomness(found.generators)
 
 
 def _are_most(model: nn.Module, frozen: Sequence[torch.Tensor]) -> bool:
