@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.runtime.lifetimes import own_aliases
 from memlab.runtime.touch import own_class
 
 _FIELD = "accumulation"
@@ -29,6 +30,7 @@ class Aliases:
                 self.originals.append(parameter)
                 self.aliases.append(by_id[id(parameter)])
             self._sites.append((module, name, parameter, by_id[id(parameter)]))
+        own_aliases.add(self)
         self.own = {id(alias): own for alias, own in zip(self.aliases, self.originals, strict=True)}
         # all may be frozen for a part of each step
         self.device = next(model.parameters()).device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -95,6 +95,10 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _UNSHARED)
 
 
+# what has leaves of memlab's own that share storage with weights (`memlab.runtime.aliases.Aliases`)
+own_aliases: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def held_by_others(tensors: Iterable[torch.Tensor], aliases: int = 0) -> set[int]:
     """Return `id`s of the tensors whose values something else has as well: another one of them, in the same place, or anybody else.
 
@@ -102,7 +106,7 @@ def held_by_others(tensors: Iterable[torch.Tensor], aliases: int = 0) -> set[int
 
     Args:
         tensors: all that may share a storage.
-        aliases: how many of each are known, and do not count.
+        aliases: how many of each are known, and do not count; nor do `own_aliases`.
 
     Example:
         >>> whole = torch.ones(4)
@@ -114,10 +118,12 @@ def held_by_others(tensors: Iterable[torch.Tensor], aliases: int = 0) -> set[int
         >>> len(held_by_others([one, other, alone])), len(held_by_others([one, other, one.detach()]))
         (0, 3)
     """
+    known = Counter(alias.untyped_storage()._cdata for each in own_aliases for alias in each.aliases)
     return {
         id(each)
         for storage, together in _by_storage(tensors).items()
-        if torch._C._storage_Use_Count(storage) > _UNSHARED - 1 + len(together) * (1 + aliases) or _overlap(together)
+        if torch._C._storage_Use_Count(storage) > _UNSHARED - 1 + len(together) * (1 + aliases) + known[storage]
+        or _overlap(together)
         for each in together
     }
 

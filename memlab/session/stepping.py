@@ -115,6 +115,13 @@ class Stepping:
     def _tell_techniques(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         for technique in self._session.techniques:
             around = technique.changes_state and type(technique).around_update is not Technique.around_update
+            if technique.may_skip and not has_closure and self._makes_own_step(optimizer):
+                # called with nothing to update it may fail, or reach weights by a way of its own
+                raise RefusalError(
+                    technique.field,
+                    f"{type(optimizer).__name__} updates by code of its own, which cannot leave a step out where gradients are not finite",
+                    "use --bf16",
+                )
             needs_whole = technique.may_skip or technique.parameters_visit or around
             if has_closure and needs_whole and self._makes_own_step(optimizer):
                 raise RefusalError(

@@ -222,7 +222,8 @@ class Switching:
         # a plan with the same setting would be refused as well, or do nothing
         while self._before and isinstance(error, RefusalError) and _has_same(error.technique, refused, before):
             before, was_on_trial = self._before.pop()
-        self.change(before, noted=False, to_the_end=True)
+        while not self._is_back(before, to_the_end=True):
+            before, was_on_trial = self._before.pop() if self._before else (Plan(), False)
         self.is_on_trial = was_on_trial
         text = f"refused {refused.label}: {error}; {before.label} is back"
         self._log.note(text)
@@ -243,11 +244,21 @@ class Switching:
         if refused == before and (self.is_on_trial or not hasattr(refused, named)):
             return  # the loop has trained under it, or something else was refused
         known = [before, *(plan for plan, _ in reversed(self._before)), Plan()]
-        back = next((plan for plan in known if plan != refused and not _has_same(named, refused, plan)), refused)
-        self.change(back, noted=False)
+        others = (plan for plan in known if plan != refused and not _has_same(named, refused, plan))
+        back = next((plan for plan in others if self._is_back(plan)), refused)
         self._before, self.is_on_trial = [], False
         if back != refused:
             self._log.note(f"refused {refused.label}: {error}; {back.label} is back")
+
+    def _is_back(self, plan: Plan, *, to_the_end: bool = False) -> bool:
+        """Change to a plan that was in force before; return whether it still applies. The loop as written always does."""
+        try:
+            self.change(plan, noted=False, to_the_end=to_the_end)
+        except (RefusalError, SessionError):
+            if plan == Plan():
+                raise
+            return False
+        return True
 
     def retry(self, work: Callable[[], None]) -> None:
         """Do something, and once more under the plan before as often as a plan on trial refuses."""

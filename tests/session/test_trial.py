@@ -602,6 +602,27 @@ def test_any_plan_may_be_clicked_in_any_loop(seed: int) -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:memlab. refused")
+def test_where_the_plan_before_no_longer_applies_the_one_before_that_is_back() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(160, 160), nn.Tanh()) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = []  # gradients, which would be others off the device
+    with fit(Workload(model, optimizer), "--offload params") as session:
+        for step in range(3):
+            if step == 2:
+                session.switch("--bf16", now=True, on_trial=True)
+                session.switching.ask(Plan.parse("--accumulate 16"))
+            model(torch.randn(4, 160)).square().mean().backward()
+            held.append([parameter.grad for parameter in model.parameters()])
+            optimizer.step()
+        assert session.plan == Plan.parse("--bf16")
+        session.switching.give_up(
+            RefusalError("precision", "it is refused", "leave it out"), Plan.parse("--offload params")
+        )
+        assert session.plan == Plan()
+        assert str(session.log[-1]).endswith("as written is back")
+
+
 class _Clones(TorchDispatchMode):
     """Counts the bytes that are cloned."""
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -615,3 +616,42 @@ def test_patches_of_one_forward_over_another() -> None:
         block(torch.randn(1, 3, 64))
     assert said == ["outer", "inner"]
     assert "forward" not in vars(block)
+
+
+# -- what the loop holds of weights ------------------------------------------------------------------
+
+
+HOLDS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "data": lambda weight: weight.data,
+    "an array": lambda weight: weight.detach().numpy(),
+    "a view": lambda weight: weight.detach().view(-1)[:4],
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("when", ["before", "in the plan"])
+def test_what_the_loop_holds_of_a_weight_stays_its_memory(when: str, hold: str) -> None:
+    model = deep()
+    weight = max(model.transformer.h[1].parameters(), key=lambda each: each.numel())
+    held = HOLDS[hold](weight) if when == "before" else None
+    with fit(workload(model), "--offload params") as session:
+        notes = [note for technique in session.techniques for note in technique.notes]
+        assert any("weights stay where they are: the loop holds their values" in note for note in notes) is (
+            when == "before"
+        )
+        held = HOLDS[hold](weight) if held is None else held
+        model(**batch()).loss.backward()
+    held[:] = 0.5
+
+    values = weight.detach().flatten()
+    assert torch.equal(values[:4], torch.full((4,), 0.5))
+
+
+def test_weights_that_are_all_held_are_refused() -> None:
+    model = deep()
+    _state = model.state_dict()
+
+    with pytest.raises(RefusalError, match="the loop holds the values of all weights in the blocks") as refused:
+        fit(workload(model), "--offload params")
+
+    assert "let go of them first (del)" in str(refused.value)

@@ -21,6 +21,7 @@ within a forward is lost.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -37,7 +38,7 @@ from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added
 from memlab.runtime.buckets import group_of, is_separable
-from memlab.runtime.lifetimes import gradient_is_held, is_saved
+from memlab.runtime.lifetimes import gradient_is_held, held_by_others, is_saved
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
@@ -55,6 +56,9 @@ from memlab.techniques.offload.block_streaming import (
 )
 from memlab.techniques.offload.lending import Lending, set_gradient
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
+
+# what in a loop has the values of weights
+_HELD = "as p.data, in a state dict, as NumPy arrays, in a graph that is still alive"
 
 Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
@@ -152,7 +156,20 @@ class OffloadParams(Technique):
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         model = workload.model
         blocks = repeated_blocks(model)
-        parameters = _movable(model, blocks)
+        movable = _movable(model, blocks)
+        held = held_by_others(movable, self.host.aliases())
+        parameters = [parameter for parameter in movable if id(parameter) not in held]
+        if not parameters:
+            raise RefusalError(
+                self.field,
+                f"params: the loop holds the values of all weights in the blocks of {workload.name} ({_HELD})",
+                "use --offload optimizer,activations, or let go of them first (del)",
+            )
+        if len(parameters) < len(movable):
+            self.notes.append(
+                f"{len(movable) - len(parameters)} of {len(movable)} weights stay where they are: the loop holds their values ({_HELD})"
+            )
+        self._parameters = parameters
         link = Link(parameters[0].device)
         self._spill = Spill(self._tier(workload))
         self._gradients = _Gradients(self._spill, link)
@@ -193,6 +210,11 @@ class OffloadParams(Technique):
                 "device together for its step"
             )
 
+    @functools.cached_property
+    def _held(self) -> set[int]:
+        """`id`s of parameters at rest whose values the loop has as well, when the first comes back."""
+        return held_by_others(self._parameters, self.host.aliases() + 1)
+
     def _send_away(self, parameter: Parameter) -> None:
         gradient = parameter.grad
         stored = None if gradient is None else room_for(self._streaming.spill, gradient).copy_(gradient.detach())
@@ -203,6 +225,9 @@ class OffloadParams(Technique):
     def _bring_back(self, parameter: Parameter) -> None:
         resting = self._streaming.resting(parameter)
         link, gradient = self._streaming.link, parameter.grad
+        if resting is not None and resting.stored.device == link.device and id(parameter) in self._held:
+            self._streaming.forget(parameter)  # the loop holds it, and would hold something else
+            return
         if resting is None:  # it has other data, or the loop holds what it was lent
             if gradient is not None and gradient.device != parameter.device == link.device:
                 set_gradient(parameter, link.fetch(gradient).wait())
