@@ -178,14 +178,12 @@ class State(Walk):
         *,
         frozen: bool = False,  # watch all parameters without gradients
     ) -> None:
-        super().__init__()
+        super().__init__(own := [*modules])
         self.most_containers = most_containers
         self._written = written
         self._device, self._watches_frozen = device, frozen
         self._tensors: dict[int, KeptTensor] = {}
         self.beside_it: list[nn.Module] = []  # modules that are reached and not among these, as a teacher's in a list
-        own = [*modules]
-        self._seen.update(map(id, own))
         for module in own:
             self._of_module(module)
         # containers and tensors; those that follow belong to the objects

@@ -109,8 +109,9 @@ class Walk(ABC):
     left_alone: ClassVar[tuple[str, ...]] = _MACHINERY  # libraries whose objects are not looked into
     attributes_left_alone: ClassVar[frozenset[str]]  # attributes of modules that are no state
 
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
+    def __init__(self, own: Collection[nn.Module]) -> None:
+        self._own = own  # modules that it begins with
+        self._seen = {id(module) for module in own}
         self._containers = 0
         # in the order in which they were met
         self._contents: list[tuple[containers.Container, containers.Items]] = []
@@ -233,13 +234,15 @@ class Walk(ABC):
         self.met(containers.Sequence(optimizer.param_groups, _always(f"{name}.param_groups")))
         for group in optimizer.param_groups:
             self._dict(group, lambda key: f"{name}.param_groups[{key!r}]", depth + 1, skipped=frozenset(("params",)))
-        # a session hooks those of the loop
-        is_loops = any(map(is_ours, optimizer._optimizer_step_pre_hooks.values()))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        weights = {id(weight) for module in self._own for weight in module._parameters.values()}
+        # a session hooks those that step
+        is_hooked = any(map(is_ours, optimizer._optimizer_step_pre_hooks.values()))
+        is_loops = is_hooked and any(id(parameter) in weights for parameter in parameters)
         of_state = containers.BesideParameters if is_loops else containers.Mapping
         state = of_state(optimizer.state, _always(f"{name}.state"))
         self._items(self.met(state).items(), state.name, depth)
         if not is_loops:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             gradients = containers.Gradients(parameters, _always(f"gradients of {name}"))
             self._items(self.met(gradients).items(), gradients.name, depth)
             # of modules they are met with these

@@ -67,7 +67,7 @@ class Surroundings(Walk):
         buffers_alone: bool = False,  # look at nothing but buffers
         frozen: bool = True,  # look at small frozen parameters as well
     ) -> None:
-        super().__init__()
+        super().__init__([*model.modules()])
         self._changing = frozenset(name.removesuffix(_IN_PLACE) for name in changing)
         self._complete = complete
         self._frozen = frozen
@@ -78,7 +78,6 @@ class Surroundings(Walk):
         self._written: list[_Tensor] = []  # weights that train, where runs under `writing` have written to them
         self._glances: list[Any] = []  # of the containers, which seldom change
         self._registered: list[ModuleHooks] = []  # as the first run that changed them left them
-        self._seen.update(map(id, model.modules()))
         for path, module in model.named_modules():
             self._of_module(path, module)
 
