@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import checkpoint as module
-from torch.utils._pytree import tree_leaves
 
-from memlab.runtime.fingerprints import Fingerprint, Saved, are_others, fingerprints, other_results
+from memlab.runtime.fingerprints import Saved, other_results
 from memlab.runtime.modules import in_use
 
 _CHECK = "memlab: values"
@@ -57,19 +56,16 @@ class Comparison:
 
     def __init__(self, number: int, field: str, name: str) -> None:
         self._number, self._part = number, (field, name)
-        # the first time it runs to its end: a number that scales its output is no tensor that it saves
-        self._is_whole = number == 1
         self._stops = False
 
     @contextmanager
     def first(self) -> Iterator[str]:
         """Context of the first run, which gives torch's `determinism_check` for it."""
-        self._stops = module._enable_checkpoint_early_stop is not False and not self._is_whole
+        self._stops = module._enable_checkpoint_early_stop is not False
         module._allowed_determinism_checks_to_fns.setdefault(_CHECK, _saved)  # there is no public way to add one
         before, _running.part = getattr(_running, "part", None), (self._number, *self._part)
         try:
-            with module.set_checkpoint_early_stop(False) if self._is_whole else nullcontext():
-                yield _CHECK
+            yield _CHECK
         finally:
             _running.part = before
 
@@ -77,30 +73,21 @@ class Comparison:
         """Return what torch is to run: a function that is `first` when it is called first, and `again` from then on.
 
         Raises:
-            RefusalError: on calling, a second run returns something else, or torch has not stopped it, as it does with the last
-                tensor that the first has saved.
+            RefusalError: on calling, torch has not stopped a second run, as it does with the last tensor that the first has saved.
         """
-        has_run, gave = False, dict[int, Fingerprint]()
+        has_run = False
 
         def run(*args: Any) -> Any:
             nonlocal has_run
             if not has_run:
-                has_run = True  # before the first run is over: a backward pass within it runs again as well
-                output = first(*args)
-                gave.update(fingerprints(_trained(output)) if self._is_whole else {})
-                return output
+                has_run = True
+                return first(*args)
             output = again(*args)
-            if self._stops or are_others(gave, _trained(output)):
+            if self._stops:
                 raise other_results(*self._part)
             return output
 
         return run
-
-
-def _trained(output: Any) -> dict[int, torch.Tensor]:
-    """Return the tensors of an output through which gradients pass, by place."""
-    leaves = enumerate(tree_leaves(output))
-    return {place: leaf for place, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
 
 
 def _saved(tensor: torch.Tensor) -> Saved | torch.Tensor:
