@@ -8,9 +8,10 @@
 3. An error is shown once, with the traceback that IPython made of the inner cell: printing it there is
    held back, the error is raised again from the magic, and what the outer cell then shows is replaced.
 4. What the model itself raises, a Ctrl-C among it, comes through memlab on its way to the cell. Those frames are left out.
-   Where memlab raises an error itself they stay.
+   Where what memlab raises itself is not one of its errors they stay.
 5. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on. It is one line, in
-   cells without the magic as well (`brief_refusals`).
+   cells without the magic as well (`brief_refusals`). So is any other error of memlab's that ends a cell with the magic, as of
+   `memlab.fit` in its text.
 
 Known limitations:
     Objects that belong to the kernel's event loop cannot be awaited in a `%%memfit` cell, and tasks
@@ -290,7 +291,9 @@ def _held_back(shell: Shell, source: CellSource, outcome: Outcome) -> Iterator[N
 
     def held_back(kind: Any, error: BaseException, lines: list[str]) -> None:
         if any(error is one for one in _errors_of(shell.displayhook.exec_result, source)):
-            if _leave_memlab_out(error):
+            if isinstance(error, MemlabError):
+                lines = _in_one_line(error)
+            elif _leave_memlab_out(error):
                 lines = shell.InteractiveTB.structured_traceback(kind, error, error.__traceback__)
             outcome.traceback = lines
         elif refusal_in(error) is not None:
@@ -373,7 +376,11 @@ def brief_refusals(undo: ExitStack) -> None:
 def _rendered(error: MemlabError) -> Callable[[], list[str]]:
     if refusal_in(error) is not error:
         raise AttributeError("shown with its traceback")
-    return lambda: [f"{type(error).__name__}: {error}"]
+    return lambda: _in_one_line(error)
+
+
+def _in_one_line(error: MemlabError) -> list[str]:
+    return [f"{type(error).__name__}: {error}"]
 
 
 @contextmanager

@@ -77,7 +77,6 @@ class LiveLoop:
             try:
                 work()
             except MemlabError as error:
-                self.pending_changes.target = None
                 self.views.report(error)
                 self.views.draw()
 

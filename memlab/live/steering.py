@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memlab.errors import MemlabError, SessionError
+from memlab.errors import MemlabError
 from memlab.live.feed import Feed
 from memlab.live.live_loop import LiveLoop
 from memlab.live.live_predictions import Predicting
@@ -99,7 +99,7 @@ class Steering:
             return
         try:
             session = self._loop.model.session or self._loop.model.attached()
-        except SessionError as error:
+        except MemlabError as error:
             self.refuse(plan, str(error))
             return
         session.switching.ask(plan)

@@ -272,10 +272,23 @@ def test_a_refusal_of_a_model_made_in_the_cell(cell: Cell) -> None:
     assert sessions() == ()
 
 
-def test_the_users_own_call_to_memlab_keeps_its_traceback(made: Cell) -> None:
-    ran = made("%%memfit\nimport memlab\nmemlab.Plan.parse('--nonsense')")
-    assert type(ran.error).__name__ == "PlanError"
-    assert (ran.out + ran.err).count("Traceback (most recent call last)") == 1
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("Plan.parse('--nonsense')", "PlanError: unknown flag --nonsense"),
+        (
+            "fit(memlab.Workload(model, optimizer), '--checkpoint')",
+            "SessionError: Sequential has a session already: use its switch(plan), or undo() it first",
+        ),
+    ],
+)
+def test_the_users_own_call_to_memlab_shows_none_of_its_frames(made: Cell, call: str, said: str) -> None:
+    text = f"import memlab\nmemlab.{call}\n{TRAIN}"
+    ran = made(f"%%memfit\n{text}")
+    shown = (ran.out + ran.err).strip()
+    assert shown.startswith(said)
+    assert "\n" not in shown
+    assert made(f"%memfit undo all\n{TRAIN}").error is None  # what the cell had begun ended with it
 
 
 def test_gradients_are_watched_in_cells_and_not_between_them(shell: Any, made: Cell) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import traceback
 from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
@@ -748,6 +749,31 @@ def test_parameters_are_back_in_place_when_the_model_raises() -> None:
             model(*batch)
         assert [id(p) for p in model.parameters()] == before
         assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("good_calls", [0, 1])
+def test_what_the_model_raises_stands_alone(good_calls: int) -> None:
+    """Not with what was found out about its batch before: that would be shown as a first error."""
+
+    class Failing(Regressor):
+        fails = False
+
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            try:
+                return super().forward(inputs if not self.fails else inputs[:, :1], targets)
+            except RuntimeError as error:
+                raise ValueError("no such data") from error
+
+    model, batch = Failing(), regression_batch()
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), 0.1)), "--accumulate 3"):
+        for _ in range(good_calls):
+            model(*batch)
+        model.fails = True
+        with pytest.raises(ValueError, match="no such data") as caught:
+            model(*batch)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 2  # the model's own two
+    assert "RefusalError" not in shown
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

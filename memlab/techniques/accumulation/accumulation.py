@@ -36,6 +36,7 @@ Limited Setup", https://arxiv.org/abs/2101.06983
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -290,8 +291,17 @@ class Accumulation(Technique):
         """Run the whole batch and leave nothing behind; what the model raises is the loop's own error."""
         snapshot = Surroundings(self._model, complete=True)
         randomness = Randomness(snapshot.generators)
+        handled = sys.exception()
         with snapshot.writing():
-            whole.run(call)
+            try:
+                whole.run(call)
+            except Exception as error:
+                # what is handled here came of the split: shown before the loop's own error it would be that a second time
+                first: BaseException = error
+                while first.__context__ is not None and first.__context__ is not handled:
+                    first = first.__context__
+                first.__context__ = None
+                raise
         snapshot.restore()
         randomness.restore()
 
