@@ -31,6 +31,7 @@ from memlab.rescue.recovery import NothingFitsError
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.namespace import SeveralModelsError, is_trained_by, stale_optimizers
 from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.ownership import WITHOUT_VALUES, is_made
 from memlab.runtime.workload import Workload
 from memlab.session import Session
 
@@ -217,6 +218,8 @@ class CellMagic:
             self._notebook.background.require_other(workload.model if workload is not None else None)
         try:
             for workload in workloads:
+                if not is_made(workload.model):
+                    raise WorkloadError(WITHOUT_VALUES.format(workload.name))
                 watch.attach(workload, alone=bool(options.models))
         except MemlabError as refusal:
             with cells.beside("going back to the plan before"):
@@ -301,6 +304,8 @@ class CellMagic:
         if watch.models.session is not None or watch.errors.failure:
             return
         why = _PASSED_OVER.format(watch.search.passed_over) if watch.search.passed_over else _NO_MODEL
+        if watch.search.unmade:
+            why = WITHOUT_VALUES.format(watch.search.unmade)
         if watch.search.evaluated:
             why = _IN_EVAL_MODE.format(watch.search.evaluated)
         if options.plan is not None:

@@ -107,6 +107,7 @@ class FirstTrainingCall(FirstCall):
         self._expects_closures = expects_closures
         self.stepped: set[int] = set()  # numbers (`id`) of the optimizers that have stepped before any call that trains
         self.evaluated = ""  # class of a model that an optimizer has updated and that was called in eval mode
+        self.unmade = ""  # class of a model that was called without having values
         self._in_eval_mode: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
@@ -118,7 +119,10 @@ class FirstTrainingCall(FirstCall):
     def _counts(self, module: nn.Module) -> bool:
         if torch._C._current_graph_task_id() >= 0:
             return False  # computed again in a backward pass
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()) and is_made(module)):
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+            return False
+        if not is_made(module):
+            self.unmade = type(module).__name__
             return False
         if not module.training:
             self._in_eval_mode.add(module)
@@ -200,6 +204,11 @@ class ModelSearch:
     def evaluated(self) -> str:
         """Return the class of a model that the cell has trained in eval mode, where none was found; empty for none."""
         return self._looking.evaluated if self._looking is not None else ""
+
+    @property
+    def unmade(self) -> str:
+        """Return the class of a model that the cell has called and that has no values, where none was found; empty for none."""
+        return self._looking.unmade if self._looking is not None else ""
 
     def begin(self) -> None:
         """Look for the models that the cell trains."""

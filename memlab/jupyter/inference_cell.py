@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from IPython.core.error import UsageError
 from torch import nn
 
+from memlab.errors import WorkloadError
 from memlab.inferring.inference import Inference, explained, inference, inference_of
 from memlab.jupyter import cells
 from memlab.jupyter.cells import tell
@@ -21,7 +22,7 @@ from memlab.records.inference import CallKind, InferenceRecord
 from memlab.report.inference import batch_line, graph_line, lines
 from memlab.runtime.namespace import find_model
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.ownership import optimizers_of
+from memlab.runtime.ownership import WITHOUT_VALUES, optimizers_of
 from memlab.runtime.workload import describe_model
 from memlab.units import format_bytes
 
@@ -69,6 +70,8 @@ class InferenceCell:
         left = inference_of(model)
         if left is not None:  # a cell before had no room to give the weights back
             left.undo()
+        if next(model.parameters()).is_meta:
+            raise WorkloadError(WITHOUT_VALUES.format(type(model).__name__))
         capacity_bytes = options.capacity_bytes or self._notebook.config.capacity_bytes
         device = device_for(next(model.parameters()).device, capacity_bytes)
         self._undo.callback(device.close)

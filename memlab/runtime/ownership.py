@@ -49,6 +49,9 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return passed[-1]
 
 
+WITHOUT_VALUES = "{} has parameters without values: make it on cpu or cuda (memlab.build), load its weights, or call it once (lazy layers) first"
+
+
 def is_made(model: nn.Module) -> bool:
     """Return whether the parameters of a model have values: those of lazy modules get them in the first call.
 

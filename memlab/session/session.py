@@ -26,7 +26,7 @@ from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook, install_step_hooks, keep_last, on_each_step
 from memlab.runtime.interrupts import uninterrupted
 from memlab.runtime.observer import Observer
-from memlab.runtime.ownership import is_made, stepped_by, steps_some_of, unwrap_optimizer
+from memlab.runtime.ownership import WITHOUT_VALUES, is_made, stepped_by, steps_some_of, unwrap_optimizer
 from memlab.runtime.workload import Workload
 from memlab.session import together
 from memlab.session.log import Log
@@ -63,9 +63,7 @@ class Session:
 
     def __init__(self, workload: Workload, observers: Sequence[Observer] = (), rescuer: Rescuer | None = None) -> None:
         if not is_made(workload.model):
-            raise WorkloadError(
-                f"{workload.name} has parameters without values: call it once, or load its weights, first"
-            )
+            raise WorkloadError(WITHOUT_VALUES.format(workload.name))
         _refuse_foreign_parameters(workload)
         if together.session_of(workload.model) is not None:
             raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first")

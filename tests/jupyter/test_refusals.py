@@ -156,6 +156,22 @@ def test_no_model(cell: Cell) -> None:
     assert cell("%%memfit\nx = 1").out == f"memfit: {expected}\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [
+        ("--checkpoint", "; --checkpoint was not applied"),
+        ("--checkpoint --model net", ""),
+        ("--inference --model net", ""),
+    ],
+)
+def test_a_model_without_values_is_named(cell: Cell, line: str, end: str) -> None:
+    cell("import torch\nnet = torch.nn.Linear(4, 4, device='meta')\ninputs = torch.zeros(2, 4, device='meta')")
+    assert one_line(cell(f"%%memfit {line}\nnet(inputs).sum().backward()")) == (
+        "Linear has parameters without values: make it on cpu or cuda (memlab.build), load its weights, or call it once "
+        f"(lazy layers) first{end}"
+    )
+
+
 def test_of_several_models_the_one_that_trains_is_taken_unless_one_is_named(shell: Any, made: Cell) -> None:
     made("other = torch.nn.Linear(2, 2)")
     for named in ("", "--model model"):
