@@ -31,7 +31,6 @@ function fitted({ traces, layout }, width) {
   const picture = (width - layout.margin.l - layout.margin.r) * (to - from);
   if (isNarrow) inOneColumn(layout, picture, width < SLIM_PIXELS);
   if (picture < CROWDED_PIXELS) {
-    traces = traces.map(trace => (trace.mode === "text" ? withoutSpeeds(trace) : trace));
     for (const word of named("change", layout)) word.text = word.text.split(" ")[0]; // its number
   }
   return [traces, layout];
@@ -62,11 +61,6 @@ function inTwoLines(text, most) {
   let length = 0;
   const rest = parts.findIndex(part => (length += part.replace(/<[^>]*>|&nbsp;/g, "").length) > most);
   return rest > 0 ? `${parts.slice(0, rest).join("")}<br>${parts.slice(rest).join("")}` : text;
-}
-
-// the names of bars alone: their speeds are in the table below
-function withoutSpeeds(trace) {
-  return { ...trace, text: trace.text.map(name => name.split("   ")[0]) };
 }
 
 // Draws the model's figure in a place, now and whenever it changes; returns what ends that.

@@ -26,9 +26,11 @@ _RULE = "rgba(128,128,128,.35)"
 _WRAPPER = (
     "container-type:inline-size;overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
 )
-_TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:inherit"
-# a table may be narrower than its title, which then stays on one line
-_CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit;white-space:nowrap"
+# smaller on a narrow page
+_TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:clamp(11px,2cqw,13px)"
+_CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit"
+# a table may be narrower than its title, which is as wide as the page at most
+_TITLE = "width:max-content;max-width:100cqw"
 _CELL = f"padding:5px 1cqw 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
 _NOTE = f"{_CELL};padding-top:0;text-align:left;white-space:normal"
 # not wider than what is to be seen of a table that is scrolled sideways
@@ -36,7 +38,7 @@ _IN_SIGHT = "position:sticky;left:0;max-width:min(60em,100cqw)"
 _HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600"
 # notebooks give code a ground and room of its own
 _CODE = (
-    "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:12px"
+    "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:.92em"
 )
 # shorter beside many columns and on a narrow page; its words are for pages without styles
 _BAR = "display:flex;height:8px;margin-top:4px;width:clamp(70px,100cqw - {}px,170px);font-size:0"
@@ -60,7 +62,7 @@ def table(content: Table) -> str:
         A `<div>` that holds the table with its caption, the key of its bars and its foot. All text is escaped.
 
     Example:
-        >>> "gpt2 &lt;124M&gt;</caption>" in table(Table("gpt2 <124M>"))
+        >>> "gpt2 &lt;124M&gt;</div></caption>" in table(Table("gpt2 <124M>"))
         True
     """
     columns, drawn = [], []
@@ -79,7 +81,7 @@ def table(content: Table) -> str:
     foot = "".join(f'<div style="margin-top:4px">{_unbroken(line)}</div>' for line in content.foot)
     return (
         f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE}">'
-        f'<caption style="{_CAPTION}">{escape(content.title)}</caption>{body}</table>{key}{more}{foot}</div>'
+        f'<caption style="{_CAPTION}"><div style="{_TITLE}">{escape(content.title)}</div></caption>{body}</table>{key}{more}{foot}</div>'
     )
 
 

@@ -21,7 +21,7 @@ from memlab.report.live_memory import (
     phase_shapes,
     share_below,
 )
-from memlab.report.live_settings import map_key, map_traces, predicted, speed_traces, with_trials
+from memlab.report.live_settings import BARS_SHARE, map_key, map_traces, predicted, speed_traces, with_trials
 from memlab.report.live_sheet import INSIDE, LEFT, LOWER, MAP, RIGHT, SPEEDS, TIMES, UPPER, Sheet, sheet_of, shortened
 from memlab.report.pareto import SPEED_NAME, Chart
 from memlab.report.segments import BUDGET, NEUTRAL_INK, finite, scale
@@ -90,7 +90,7 @@ def _axes(sheet: Sheet, mapped: Chart, top: float) -> dict[str, Any]:
         "yaxis": _axis(f"peak memory of a step, {sheet.name}", "x", UPPER, range=[0, top], showticklabels=bool(sheet.stacks)),
         "xaxis2": _axis(f"time in the step, {sheet.seconds_name}", "y2", RIGHT, showticklabels=sheet.shown is not None, **time),
         "yaxis2": _axis(f"memory allocated, {sheet.name}", "x2", UPPER, range=[0, top], showticklabels=sheet.shown is not None),
-        "xaxis3": _axis(SPEED_NAME, "y3", LEFT, range=[0, _roomy(fastest)], showticklabels=bool(sheet.settings)),
+        "xaxis3": _axis(SPEED_NAME, "y3", LEFT, range=[0, _roomy(fastest / BARS_SHARE)], showticklabels=bool(sheet.settings)),
         "yaxis3": _axis("", "x3", LOWER, range=[slots - 0.5, -0.75], showticklabels=False, **time),
         "xaxis4": _axis(f"{mapped.memory_name}, {name}", "y4", RIGHT, range=[0, _roomy(mapped.most_bytes / unit)], showticklabels=is_mapped),
         "yaxis4": _axis(SPEED_NAME, "x4", LOWER, range=[0, _roomy(mapped.most_per_second)], showticklabels=is_mapped),

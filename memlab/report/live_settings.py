@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -16,13 +17,15 @@ from memlab.report.segments import NEUTRAL_INK, finite, rgb, scale
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
 from memlab.units import format_bytes
 
-# of a bar's plan and speed, so that they end where the picture does
+# of a bar's plan, so that it ends where the picture does
 _MOST_NAME_CHARACTERS = 33
+# of the picture's width: the rest is for their speeds
+BARS_SHARE = 0.64
 
 
 def speed_traces(sheet: Sheet) -> list[dict[str, Any]]:
-    """Return the bars, and the name of each."""
-    return [_bars(sheet), _bar_names(sheet)]
+    """Return the bars, and the name and the speed of each."""
+    return [_bars(sheet), _bar_names(sheet), _bar_speeds(sheet)]
 
 
 def _bars(sheet: Sheet) -> dict[str, Any]:
@@ -52,25 +55,35 @@ def _speed(setting: Setting) -> str:
 
 
 def _bar_names(sheet: Sheet) -> dict[str, Any]:
-    speeds = [_bar_speed(each, sheet.settings[0]) for each in sheet.settings]
     plans = [each.measurement.plan for each in sheet.settings]
-    names = told_apart(plans, [_MOST_NAME_CHARACTERS - len(said) for said in speeds])
+    names = told_apart(plans, [_MOST_NAME_CHARACTERS] * len(plans))
+    texts = [_bar_name(*each) for each in zip(sheet.settings, names, strict=True)]
+    return _bar_words([0.0] * len(texts), [row - 0.36 for row in range(len(texts))], texts)
+
+
+def _bar_speeds(sheet: Sheet) -> dict[str, Any]:
+    """What the bars stand for, where their whiskers end; how they were timed is in the table."""
+    texts = [_bar_speed(each, sheet.settings[0]) for each in sheet.settings]
+    ends = [each.per_second * (1 + finite(each.measurement.spread)) for each in sheet.settings]
+    return _bar_words(ends, list(range(len(texts))), texts)
+
+
+def _bar_words(x: list[float], y: Sequence[float], texts: list[str]) -> dict[str, Any]:
     return {
         "type": "scatter", "mode": "text", "xaxis": "x3", "yaxis": "y3", "showlegend": False, "cliponaxis": False,
-        "x": [0] * len(sheet.settings), "y": [row - 0.36 for row in range(len(sheet.settings))],
-        "text": [_bar_name(*each) for each in zip(sheet.settings, names, speeds, strict=True)],
-        "textposition": "middle right", "textfont": {"size": 11, "color": NEUTRAL_INK}, "hoverinfo": "skip",
+        "x": x, "y": y, "text": texts, "textposition": "middle right", "hoverinfo": "skip",
+        "textfont": {"size": 11, "color": NEUTRAL_INK},
     }  # fmt: skip
 
 
 def _bar_speed(setting: Setting, first: Setting) -> str:
-    said = _speed(setting).removesuffix(" samples/s").split(" (")[0]  # how it was timed is in the table
+    said = re.split(r" samples/s$| \(| ±", _speed(setting))[0]
     return said if setting is first else said + then_change(speed_ratio(setting.measurement, first.measurement))
 
 
-def _bar_name(setting: Setting, plan: str, speed: str) -> str:
+def _bar_name(setting: Setting, plan: str) -> str:
     name = f"{setting.number} · {escape(plan)}"
-    return f"<b>▸ {name}</b>   {speed}" if setting.in_force else f"{name}   {speed}"
+    return f"<b>▸ {name}</b>" if setting.in_force else name
 
 
 # --- the map --------------------------------------------------------------------------------------------------------
