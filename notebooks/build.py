@@ -49,14 +49,18 @@ def run(notebook: nbformat.NotebookNode) -> None:
 
 
 def strip(notebook: nbformat.NotebookNode) -> None:
-    """Drop what changes from run to run or needs a kernel: times, widget state, emptied progress lines."""
+    """Drop what changes from run to run, needs a kernel or is there twice: times, widget state, emptied progress lines, pictures."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             for output in cell.outputs:
                 # needs a kernel; what the same output says in text stays
-                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+                data = output.get("data", {})
+                data.pop("application/vnd.jupyter.widget-view+json", None)
+                # its HTML has the same picture, with its alternative text
+                if data.get("image/png", "").strip() in data.get("text/html", ""):
+                    data.pop("image/png", None)
             cell.outputs = [output for output in cell.outputs if not _is_blank(output) and not _is_progress(output)]
 
 

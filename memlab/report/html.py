@@ -27,7 +27,9 @@ _WRAPPER = (
     "container-type:inline-size;overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
 )
 # smaller on a narrow page
-_TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:clamp(11px,2cqw,13px)"
+_TABLE = (
+    "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:clamp(11px,2cqw,13px)"
+)
 _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit"
 # a table may be narrower than its title, which is as wide as the page at most
 _TITLE = "width:max-content;max-width:100cqw"

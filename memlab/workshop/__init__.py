@@ -10,8 +10,21 @@ from __future__ import annotations
 from memlab.workshop.exercises import chapter
 from memlab.workshop.guesses import Guesses
 from memlab.workshop.material import Here, here
-from memlab.workshop.pictures import steps
+from memlab.workshop.pictures import picture, steps
 from memlab.workshop.questions import Check, Question
 from memlab.workshop.watched import Film, film, held_by, watched
 
-__all__ = ["Check", "Film", "Guesses", "Here", "Question", "chapter", "film", "held_by", "here", "steps", "watched"]
+__all__ = [
+    "Check",
+    "Film",
+    "Guesses",
+    "Here",
+    "Question",
+    "chapter",
+    "film",
+    "held_by",
+    "here",
+    "picture",
+    "steps",
+    "watched",
+]

@@ -53,7 +53,7 @@ class Guesses:
         >>> guesses = Guesses()
         >>> guesses.guess("peak of a step", "1.5 GiB")
         >>> guesses.guess("peak of a step", "a lot")
-        peak of a step: 'a lot' is neither a size such as '300 MiB' nor a number; guess again
+        peak of a step: 'a lot' is neither a size such as '300 MiB' nor a number from 0 up; guess again
         >>> guesses.guess("peak of a step", "1.5 GB")
         >>> guesses.reveal("peak of a step", 2 * 2**30)
         peak of a step: 2.00 GiB · you said 1.40 GiB, 30 % too low · 1 of 3 points
@@ -79,7 +79,7 @@ class Guesses:
         guess = None if isinstance(value, EllipsisType) else _read(value)
         if guess is None and not isinstance(value, EllipsisType):
             self._made.setdefault(name, None)
-            return Text(f"{name}: {value!r} is neither a size such as '300 MiB' nor a number; guess again")
+            return Text(f"{name}: {value!r} is neither a size such as '300 MiB' nor a number from 0 up; guess again")
         self._made[name] = guess
         return None
 
@@ -125,11 +125,11 @@ def _read(value: object) -> _Guess | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
-        return _Guess(float(value), is_size=False)
+        return _Guess(float(value), is_size=False) if 0 <= value < math.inf else None
     if not isinstance(value, str):
         return None
     with suppress(ValueError):
-        return _Guess(float(value.strip().rstrip("%×").replace(",", "")), is_size=False)
+        return _read(float(value.strip().rstrip("%×").replace(",", "")))
     with suppress(PlanError):
         return _Guess(float(parse_bytes(value)), is_size=True)
     return None

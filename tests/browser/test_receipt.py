@@ -134,7 +134,16 @@ def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any, place: str) -> N
         for plan, seconds in zip(plans, steps.values(), strict=True)
     ]
     unlike = [samples.prediction(plan, 0.1, 0.5) for plan in plans]
-    table = html.table(tables.comparison(Comparison("memfit · GPT2LMHeadModel 124.44M · AdamW · cuda · batch 8 × 1024 · H100 SXM · 1000 steps", tuple(rows), (), tuple(unlike))))
+    table = html.table(
+        tables.comparison(
+            Comparison(
+                "memfit · GPT2LMHeadModel 124.44M · AdamW · cuda · batch 8 × 1024 · H100 SXM · 1000 steps",
+                tuple(rows),
+                (),
+                tuple(unlike),
+            )
+        )
+    )
     assert all(words in table for words in ("uneven steps", "≠ ", "offloaded", "tokens/s"))
     page = browser.new_page(viewport={"width": 1000, "height": 900})
     page.set_content(

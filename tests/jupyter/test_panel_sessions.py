@@ -1,4 +1,4 @@
-"""Random clicks on a panel, at any step and between cells: the loop never dies, lossless settings leave it as it is, numbers agree."""
+"""Random clicks on a panel, at any step and between cells, and interrupts: the loop never dies, lossless settings leave it as it is, numbers agree."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Clicks:
         self.plans: list[Plan] = []
 
     def at(self, step: int) -> None:
-        """Click now and then, on this thread or beside it, as a front end's messages come."""
+        """Click now and then, on this thread or beside it, as a front end's messages come; or interrupt the cell."""
         if self._drawn.random() < 0.6:
             self.done.append(f"@{step}")
             if self._drawn.random() < 0.5:
@@ -89,6 +89,9 @@ class Clicks:
                 clicking.join()
         moment = self.control.moment()
         self.plans += [moment.plan, *([moment.pending] if moment.pending is not None else [])]
+        if self._drawn.random() < 0.05:
+            self.done.append("interrupt")
+            raise KeyboardInterrupt
 
     def click(self) -> None:
         hand, drawn = self.hand, self._drawn
@@ -133,8 +136,10 @@ def test_a_session(seed: int, cell: Cell, shell: Any, clean: None) -> None:
     name, (model, *lines) = list(_LOOPS.items())[seed % len(_LOOPS)]
     steps, optimizer = drawn.randint(5, 10), drawn.choice(_OPTIMIZERS)
     make = f"{_DATA}\n{model}\noptimizer = torch.optim.{optimizer}"
-    body = "".join(f"    {line}\n" for line in ("click(step)", *lines, "losses.append(float(loss))"))
-    loop = f"losses = []\nfor step, (x, y) in enumerate(data({steps})):\n{body}"
+    # goes on where an interrupt has ended it
+    lines = ["if step < len(losses): continue", "click(step)", *lines, "losses.append(float(loss))"]
+    body = "".join(f"    {line}\n" for line in lines)
+    loop = f"for step, (x, y) in enumerate(data({steps})):\n{body}"
     names = shell.user_ns
 
     names["click"] = lambda _step: None
@@ -166,7 +171,9 @@ def test_a_session(seed: int, cell: Cell, shell: Any, clean: None) -> None:
 
 
 def _losses(cell: Cell, names: dict[str, Any], loop: str) -> list[float]:
-    ran = cell(loop)
+    names["losses"] = []
+    while isinstance((ran := cell(loop)).error, KeyboardInterrupt):
+        pass
     assert ran.error is None, ran.out + ran.err
     return list(names["losses"])
 

@@ -222,7 +222,8 @@ def test_long_plans_are_shortened_at_a_flag_and_whole_on_hover() -> None:
 
 def test_settings_that_begin_alike_are_told_apart() -> None:
     plans = [
-        f"--accumulate 4 --offload optimizer{more}" for more in ("", " --bf16", " --tile 4", " --tile 4 --release-grads")
+        f"--accumulate 4 --offload optimizer{more}"
+        for more in ("", " --bf16", " --tile 4", " --tile 4 --release-grads")
     ]
     drawn = drawing(
         replace(RUN, measurements=tuple(samples.measurement(plan, 2, 1) for plan in ("as written", *plans)))

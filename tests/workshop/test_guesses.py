@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -54,10 +55,12 @@ def test_nothing_is_divided_by_zero() -> None:
     assert str(guesses.reveal("gain", 0, "MiB")) == "gain: 0 MiB · you said 5 MiB · 0 of 3 points"
 
 
-@pytest.mark.parametrize("value", ["3 apples", "", None, True, "nan MiB"])
+@pytest.mark.parametrize(
+    "value", ["3 apples", "", None, True, "nan MiB", math.nan, "nan", -3, "-3", "-3 MiB", math.inf, 1j]
+)
 def test_what_cannot_be_read_is_said_in_a_line_and_an_earlier_guess_stays(value: Any) -> None:
     guesses = Guesses()
-    said = f"peak: {value!r} is neither a size such as '300 MiB' nor a number; guess again"
+    said = f"peak: {value!r} is neither a size such as '300 MiB' nor a number from 0 up; guess again"
     assert str(guesses.guess("peak", value)) == said
     assert "no guess was made" in str(guesses.reveal("peak", MIB))
     guesses.guess("peak", "1 MiB")
