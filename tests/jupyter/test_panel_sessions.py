@@ -129,8 +129,8 @@ def clean() -> Iterator[None]:
         session.undo()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.few(1, full=18)
+@pytest.mark.parametrize("seed", range(100))
 def test_a_session(seed: int, cell: Cell, shell: Any, clean: None) -> None:
     drawn = random.Random(seed)
     name, (model, *lines) = list(_LOOPS.items())[seed % len(_LOOPS)]
