@@ -192,7 +192,7 @@ def test_speeds_stand_where_the_whiskers_end_and_within_the_picture() -> None:
     drawn = drawing(RUN)
     spread = bars(drawn)["error_x"]["array"]
     ends = [rate + more for rate, more in zip(bars(drawn)["x"], spread, strict=True)]
-    assert [text for _, text in bar_speeds(drawn)] == ["1.31", "1.27  −3 %", "0.98  −25 %"]
+    assert [text for _, text in bar_speeds(drawn)] == ["&nbsp; 1.31", "&nbsp; 1.27  −3 %", "&nbsp; 0.98  −25 %"]
     assert [place for place, _ in bar_speeds(drawn)] == pytest.approx(ends)
     assert max(ends) <= 0.64 * drawn["layout"]["xaxis3"]["range"][1]
 
@@ -201,7 +201,7 @@ def test_settings_that_were_not_timed_or_ran_out_say_so() -> None:
     failed = out_of_memory(Plan.parse("--bf16"), "cpu", 8 * GIB, "Tried to allocate 1 GiB")
     drawn = drawing(replace(RUN, measurements=(replace(AS_WRITTEN, step_seconds=()), failed)))
     assert bar_names(drawn) == ["1 · as written", "2 · --bf16"]
-    assert bar_speeds(drawn) == [(0, "not timed yet"), (0, "ran out of memory")]
+    assert bar_speeds(drawn) == [(0, "&nbsp; not timed yet"), (0, "&nbsp; ran out of memory")]
 
 
 def test_of_many_settings_the_first_the_one_in_force_and_the_newest_have_bars() -> None:
