@@ -294,7 +294,7 @@ def test_a_refusal_of_a_model_made_in_the_cell(cell: Cell) -> None:
         ("Plan.parse('--nonsense')", "PlanError: unknown flag --nonsense"),
         (
             "fit(memlab.Workload(model, optimizer), '--checkpoint')",
-            "SessionError: Sequential has a session already: use its switch(plan), or undo() it first",
+            "SessionError: Sequential has a session already: use its switch(plan), or undo() it first; in a notebook, flags of %%memfit and %memfit undo do that",
         ),
     ],
 )
