@@ -66,7 +66,9 @@ class Session:
             raise WorkloadError(WITHOUT_VALUES.format(workload.name))
         _refuse_foreign_parameters(workload)
         if together.session_of(workload.model) is not None:
-            raise SessionError(f"{workload.name} has a session already: use its switch(plan), or undo() it first; in a notebook, flags of %%memfit and %memfit undo do that")
+            raise SessionError(
+                f"{workload.name} has a session already: use its switch(plan), or undo() it first; in a notebook, flags of %%memfit and %memfit undo do that"
+            )
         self.workload = workload
         self.log = Log()
         self.rescuer = rescuer

@@ -96,7 +96,10 @@ class TestWrongInput:
             text = refusal(lambda: fit(Workload(model, optimizer)), SessionError)
             assert session_of(model) is session
             assert session.plan.label == "--accumulate 2"
-        assert text == "Tower has a session already: use its switch(plan), or undo() it first; in a notebook, flags of %%memfit and %memfit undo do that"
+        assert (
+            text
+            == "Tower has a session already: use its switch(plan), or undo() it first; in a notebook, flags of %%memfit and %memfit undo do that"
+        )
 
     def test_a_session_that_is_over(self) -> None:
         session = fit(Workload(*tower()))
