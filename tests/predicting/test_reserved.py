@@ -150,6 +150,18 @@ def test_the_look_at_rows_comes_before_the_first_step_and_leaves_nothing() -> No
     assert noting.live_bytes == 7 * MIB
 
 
+def test_what_a_look_has_reserved_is_given_back_where_the_cache_is_emptied() -> None:
+    look = [(30 * MIB, 1, ACTIVATIONS, FORWARD)]
+    events = [(22 * MIB, number, ACTIVATIONS, FORWARD) for number in range(3)]
+    kept, given = (
+        reserved_by(Script((), {}, {}, [events], [], look=look, empties_cache=empties), Settings()).reserved_bytes
+        for empties in (False, True)
+    )
+
+    assert (kept, given) == (30 * MIB + 2 * 22 * MIB, 3 * 22 * MIB)  # one of the three would lie where the look was
+    assert PlanPredictor(family("gpt2"), "T4").parts(Plan.parse("--accumulate 2")).empties_cache
+
+
 def test_reserved_holds_allocated_in_whole_segments() -> None:
     reserved = reserved_by(script(), Settings())
     assert reserved.allocated_bytes == 19 * MIB
