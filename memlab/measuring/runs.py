@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 import time
@@ -24,6 +23,7 @@ from memlab.records.comparison import Comparison
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import loss_of as scalar_loss_of
 from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.out_of_memory import collect
 from memlab.runtime.own_steps import own_steps
 from memlab.runtime.ownership import needs_closure
 from memlab.runtime.workload import Workload, describe_all
@@ -161,18 +161,18 @@ def compare(
     measurements = []
     for number, plan in enumerate(wanted, 1):
         report(f"{number} of {len(wanted)}: {plan.label}")
-        measurements.append(_measured_or_not(workload, plan, steps, device))
+        measurements.append(measured_row(workload, plan, steps, device))
     return Comparison(describe_all(each_of(workload)), tuple(measurements))
 
 
-def _measured_or_not(workload: Workloads, plan: Plan, steps: int, device: Device | None) -> Measurement:
-    """A measurement, or the row that says the plan does not fit."""
+def measured_row(workload: Workloads, plan: Plan, steps: int, device: Device | None) -> Measurement:
+    """The measurement of a plan, or the row that says it ran out of memory."""
     try:
         return measure(workload, plan, steps, device=device)
     except torch.OutOfMemoryError as error:
         words = str(error)
     # out of the handler: until here the traceback held the failed step's tensors
-    gc.collect()
+    collect()
     return row_of_failure(plan, device or device_for(each_of(workload)[0].device), words)
 
 

@@ -28,7 +28,7 @@ import torch
 from memlab.errors import MissingExtraError, PlanError, RefusalError, WorkloadError
 from memlab.hardware.gpus import Gpu, gpu
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.runs import Workloads, each_of, measure, require_steps, row_of_failure, rows_of, say_when_long
+from memlab.measuring.runs import Workloads, each_of, measure, measured_row, require_steps, rows_of, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all, predicting
@@ -198,15 +198,9 @@ def run_trial(
     """The measurement of a plan; the row that says so when it does not fit."""
     if each_of(workload)[0].device.type == "cuda":
         collect()  # what an earlier trial left reserved would count towards this one's peak
-    words = ""
-    try:
-        measured = measure(workload, plan, 1 if device.observes_every_step else steps, device=device)
-    except torch.OutOfMemoryError as error:
-        words = str(error)
-    if words:
-        # out of the handler: until here the traceback held the failed step's tensors
-        collect()
-        return row_of_failure(plan, device, words)
+    measured = measured_row(workload, plan, 1 if device.observes_every_step else steps, device)
+    if not measured.fits:
+        return measured
     if measured.needed_bytes > budget_bytes:
         return replace(measured, fits=False)
     if not device.observes_every_step:
