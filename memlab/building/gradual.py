@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -282,14 +282,5 @@ def give_back_freed_memory() -> None:
     While a model is built, long-lived tensors are made between short-lived ones twice their size, and the C library keeps
     the holes: 110 to 140 MiB for a model of 210 MiB, measured.
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library; on Windows, None names no library
-        return None
-    return found
+    with suppress(AttributeError, OSError, TypeError):  # another C library; on Windows, None names no library
+        ctypes.CDLL(None).malloc_trim(0)
