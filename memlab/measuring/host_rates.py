@@ -7,8 +7,7 @@ and autocast stay as they are, and dispatch modes (a ledger, a fake mode) do not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -59,17 +58,10 @@ def host_rates() -> Rates:
     """
     threads = torch.get_num_threads()
     if threads not in _known:
-        with _undisturbed():
+        no_autocast, no_inference = torch.autocast("cpu", enabled=False), torch.inference_mode(False)
+        with without_global_hooks(), _disable_current_modes(), no_inference, no_autocast, torch.no_grad():
             _known[threads] = _measured(threads)
     return _known[threads]
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Neither see nor disturb the surroundings: hooks, dispatch modes, inference and grad mode, autocast."""
-    no_autocast = torch.autocast("cpu", enabled=False)
-    with without_global_hooks(), _disable_current_modes(), torch.inference_mode(False), no_autocast, torch.no_grad():
-        yield
 
 
 def _measured(threads: int) -> Rates:
