@@ -16,11 +16,9 @@ from memlab.plan import Plan
 from memlab.records import (
     AllocEvent,
     Category,
-    Measurement,
     Phase,
     Prediction,
     StepRecord,
-    TimelinePoint,
     measurement_of_steps,
     out_of_memory,
     prediction_of,
@@ -28,16 +26,7 @@ from memlab.records import (
     timeline_of,
 )
 from memlab.records.comparison import Comparison, loss_drift, timed_anew
-
-
-def measured(plan: str = "as written", peak_bytes: int = 1000, **more: object) -> Measurement:
-    base = Measurement(plan, "cpu", peak_bytes, None, 0, {"activations": 700, "parameters": 300}, (), (0.5, 1.0, 0.5, 0.5, 0.5),
-                       4, 40)  # fmt: skip
-    return replace(base, **more)  # type: ignore[arg-type]
-
-
-def point(total_bytes: int, phase: Phase = Phase.FORWARD, seconds: float = 0.0) -> TimelinePoint:
-    return TimelinePoint(seconds, phase, {"activations": total_bytes})
+from tests.records.examples import measured, point, predicted
 
 
 def test_a_timeline_adds_events_to_what_was_there() -> None:
@@ -227,12 +216,6 @@ def test_fewer_steps_than_the_warm_up_are_all_timed() -> None:
     m = measurement_of_steps(Plan(), "cpu", steps, warmup=2, breakdown={}, timeline=())
     assert m.step_seconds == (2.0,)
     assert m.peak_reserved_bytes is None
-
-
-def predicted(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
-    base = Prediction(plan, "cpu", peak_bytes, None, 0, {"activations": 690, "parameters": 300}, (point(5),), 0.5, 4, 40,
-                      (980, 1000), (0.4, 0.6))  # fmt: skip
-    return replace(base, **more)  # type: ignore[arg-type]
 
 
 def test_rows_know_what_was_predicted_for_them() -> None:

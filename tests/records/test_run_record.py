@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memlab.errors import MemlabError
-from memlab.records import Measurement, Phase, Prediction, Rescue, StepRecord, TimelinePoint
+from memlab.records import Phase, Rescue, StepRecord
 from memlab.records.comparison import Comparison
 from memlab.records.live_state import Change, LivePoint
 from memlab.records.run_record import RunRecord
+from tests.records.examples import measured, point, predicted
 
 WHAT_TO_DO = "expected a file that %memfit record or RunRecord.save wrote"
-
-
-def measured(plan: str = "as written", peak_bytes: int = 1000, **more: object) -> Measurement:
-    base = Measurement(plan, "cpu", peak_bytes, None, 0, {"activations": 700, "parameters": 300}, (), (0.5, 1.0, 0.5),
-                       4, 40)  # fmt: skip
-    return replace(base, **more)  # type: ignore[arg-type]
-
-
-def moment_of_step(total_bytes: int, phase: Phase = Phase.FORWARD, seconds: float = 0.0) -> TimelinePoint:
-    return TimelinePoint(seconds, phase, {"activations": total_bytes})
-
-
-def predicted(plan: str = "as written", peak_bytes: int = 990, **more: object) -> Prediction:
-    base = Prediction(plan, "cpu", peak_bytes, None, 0, {"activations": 690, "parameters": 300}, (moment_of_step(5),),
-                      0.5, 4, 40, (980, 1000), (0.4, 0.6))  # fmt: skip
-    return replace(base, **more)  # type: ignore[arg-type]
 
 
 def full() -> RunRecord:
     """A record with something in every field."""
     observed = measured(
-        "--fp16", timeline=(moment_of_step(5), moment_of_step(7, Phase.STEP, 0.5)), losses=(1.5, 1.25),
+        "--fp16", timeline=(point(5), point(7, Phase.STEP, 0.5)), losses=(1.5, 1.25),
         notes=("a note",), peak_reserved_bytes=1200, driver_bytes=1300,
     )  # fmt: skip
     return RunRecord(
@@ -89,7 +73,7 @@ def test_a_run_reads_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_records_are_plain_json() -> None:
-    text = RunRecord(Comparison("t", (measured(timeline=(moment_of_step(5),)),))).to_json()
+    text = RunRecord(Comparison("t", (measured(timeline=(point(5),)),))).to_json()
     assert json.loads(text)["comparison"]["measurements"][0]["timeline"][0]["phase"] == "forward"
 
 
