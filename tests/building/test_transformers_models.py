@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import memlab
+from memlab.building import pretrained
+from memlab.building.target import BuildTarget
 from memlab.errors import BuildError, MissingExtraError
 from tests.building.built_models import families
 
@@ -144,8 +147,10 @@ def test_without_accelerate_the_cpu_still_works(tmp_path, monkeypatch):
     assert memlab.build(tmp_path, dtype="bf16").dtype == torch.bfloat16
 
 
-def test_accelerate_is_asked_for_where_it_is_needed():
-    assert issubclass(MissingExtraError, ImportError)
-    from memlab.extras import _EXTRAS
-
-    assert _EXTRAS["accelerate"] == ("a Transformers folder built on a GPU", "lab")
+def test_accelerate_is_asked_for_where_it_is_needed(tmp_path, monkeypatch):
+    model_class, config = families()["Llama"]
+    model_class(config).save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    target = BuildTarget(torch.device("cuda"), None)
+    with pytest.raises(MissingExtraError, match="a Transformers folder built on a GPU needs accelerate"):
+        pretrained.from_folder(model_class, tmp_path, target, strict=True)
