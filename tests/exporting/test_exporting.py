@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,6 @@ from memlab.errors import PlanError
 from memlab.exporting import export
 from memlab.plan import Plan
 
-# the module, not the function
-export_module = importlib.import_module("memlab.exporting")
 transformers = pytest.importorskip("transformers")
 
 TARGETS = ("torch", "trainer", "accelerate", "deepspeed")
@@ -404,10 +400,6 @@ def test_deepspeed_own_optimizer_asks_for_leave() -> None:
     assert config["zero_allow_untested_optimizer"] is True
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert any("AdamW8bit" in note for note in config["memlab_notes"])
-
-
-def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(export_module).failed == 0
 
 
 def test_unknown_target_lists_the_known_ones() -> None:

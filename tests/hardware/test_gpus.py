@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 
 from memlab.errors import MemlabError
-from memlab.hardware import gpus as module
-from memlab.hardware.gpus import Gpu, gpu, gpus, smallest_that_holds
+from memlab.hardware.gpus import Gpu, gpu, gpu_for, gpus, smallest_that_holds
 from memlab.units import GIB
-from tests.helpers.doctests import failures_in
 
 EVERY = pytest.mark.parametrize("listed", gpus(), ids=lambda listed: listed.name)
 NAMES = {
     *("T4", "V100 16GB", "V100 32GB", "P100", "GTX 1080", "RTX 2080 Ti", "RTX 3090", "RTX 4090", "RTX 5090"),
     *("A10G", "L4", "L40S", "A100 40GB", "A100 80GB", "H100 SXM", "H100 PCIe", "H200", "B200"),
 }
-
-
-def test_examples_in_the_docstrings() -> None:
-    assert failures_in(module) == 0
 
 
 def test_the_catalogue() -> None:
@@ -99,3 +93,10 @@ def test_an_unknown_name(name: str, said: str) -> None:
 def test_the_smallest_that_holds(size_bytes: int, name: str | None) -> None:
     found = smallest_that_holds(size_bytes)
     assert (found.name if found else None) == name
+
+
+def test_where_no_gpu_is_large_enough_several_are() -> None:
+    assert gpu_for(2**40) == (
+        "no single GPU of the catalogue holds that: spread the model over several (memlab.how_many(workload) says how many "
+        "of which, %%memfit --nproc N --scale fsdp2 trains on them)"
+    )

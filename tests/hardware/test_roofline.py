@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 
-from memlab.hardware import roofline
 from memlab.hardware.gpus import Gpu, gpu, gpus
 from memlab.hardware.roofline import Bill, Kind, Rates, Work, rates_of
 
@@ -23,16 +19,8 @@ HIDING = Rates(
     host_bytes_per_second=2.0,
     elements_per_second={Kind.TANH: 5.0},
 )
-EXPOSED = Rates(
-    name="round numbers of a CPU",
-    flops_per_second={"fp32": 100.0, "bf16": 400.0},
-    bytes_per_second=10.0,
-    seconds_per_kernel=0.5,
-    host_bytes_per_second=2.0,
-    elements_per_second={Kind.TANH: 5.0},
-    kept_bytes=100.0,
-    mapped_bytes_per_second=1.0,
-    overlaps=False,
+EXPOSED = dataclasses.replace(
+    HIDING, name="round numbers of a CPU", kept_bytes=100.0, mapped_bytes_per_second=1.0, overlaps=False
 )
 WORKS = [
     Work(flops=1000, moved_bytes=10, dtype="fp32", kind=Kind.PRODUCT),
@@ -47,15 +35,6 @@ WORKS = [
 
 def seconds_of(work: Work, rates: Rates) -> float:
     return Bill.of([work]).seconds(rates)
-
-
-def test_it_needs_only_the_standard_library() -> None:
-    tree = ast.parse(Path(roofline.__file__).read_text())
-    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    packages = {module.split(".")[0] for module in modules} - {"memlab"}
-    assert packages <= set(sys.stdlib_module_names)
-    assert {module for module in modules if module.startswith("memlab")} <= {"memlab.hardware.gpus", "memlab.errors"}
 
 
 @pytest.mark.parametrize(("work", "seconds"), list(zip(WORKS, [10, 10, 4, 30, 30, 1.5, 4.5], strict=True)))
@@ -172,5 +151,4 @@ def test_slower_rates_never_make_a_step_shorter() -> None:
     bill = Bill.of(WORKS)
     for field, value in (("bytes_per_second", 5.0), ("seconds_per_kernel", 1.0), ("host_bytes_per_second", 1.0)):
         for rates in (HIDING, EXPOSED):
-            slower = Rates(**{**{name: getattr(rates, name) for name in rates.__dataclass_fields__}, field: value})
-            assert bill.seconds(slower) >= bill.seconds(rates)
+            assert bill.seconds(dataclasses.replace(rates, **{field: value})) >= bill.seconds(rates)

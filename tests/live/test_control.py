@@ -435,8 +435,7 @@ def test_cancelling_ends_the_loop_between_two_steps(control: Control, workload: 
 
 def test_a_paused_loop_stands_still_and_the_pause_is_no_step_time(control: Control, workload: Workload) -> None:
     states: list[Activity] = []
-    control.watch(states_into := lambda moment: states.append(moment.activity))
-    assert states_into is not None
+    control.watch(lambda moment: states.append(moment.activity))
     with Cell(control, workload) as cell:
         cell.train(3)
         control.pause()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from memlab.errors import WorkloadError
 from memlab.measuring.device import CpuDevice, CudaDevice, device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
@@ -183,3 +184,9 @@ def test_the_cpu_says_what_it_is():
     assert CpuDevice(2**32).ledger().capacity_bytes == 2**32
     assert CpuDevice().peaks(5) == (5, None)
     assert CpuDevice().driver_bytes() is None
+
+
+def test_devices_by_kind():
+    assert isinstance(device_for(torch.device("cpu")), CpuDevice)
+    with pytest.raises(WorkloadError, match="device meta: memory is measured on cpu and cuda"):
+        device_for(torch.device("meta"))

@@ -174,7 +174,7 @@ def test_of_a_gpu_sums_of_gradients_are_booked_as_in_place():
         with ledger:
             ((weight * 2).sum() + (weight * 3).sum() + (weight * 4).sum()).backward()
         observed.append(ledger.finish())
-        assert sum(event[1] for event in ledger._events) == 4096  # the gradient
+        assert sum(size_bytes for _, size_bytes, _, _ in observed[-1].raw) == 4096  # the gradient
         ledger.close()
     assert observed[0].sums_bytes == 0
     assert observed[0].peak_bytes == observed[1].peak_bytes

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import json
 import pickle
 
 import pytest
 
-from memlab.plan import FIELDS, Checkpointing, Offloaded, Plan, Precision, savings
+from memlab.plan import FIELDS, Checkpointing, Offloaded, Plan, Precision
 from memlab.plan.savings import SAVINGS, changed, more_micro_batches, to_measure, usual_cost
-
-
-def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(savings).failed == 0
 
 
 @pytest.mark.parametrize("text", ["off", "full", "selective", "every:3", "budget:2GiB"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 
 from memlab.errors import MemlabError, PlanError
 from memlab.plan import FIELDS, Plan
-from memlab.records import Measurement, Phase, Prediction, TimelinePoint, ablation, out_of_memory
+from memlab.records import Measurement, Phase, Prediction, TimelinePoint, out_of_memory
 from memlab.records.ablation import Ablation, AblationRow, added, helps, technique_words
 from memlab.units import GIB
 
@@ -35,10 +34,6 @@ def predicted(peak_gib: float) -> Prediction:
 
 def row(technique: str, measurement: Measurement | None, *, kept: bool = True, **more: object) -> AblationRow:
     return replace(AblationRow(technique, technique or "as written", "words", measurement, kept=kept), **more)  # type: ignore[arg-type]
-
-
-def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(ablation).failed == 0
 
 
 def test_rows_are_compared_with_the_row_before_that_was_kept_and_with_the_first() -> None:
@@ -163,6 +158,6 @@ def test_words_name_what_is_replaced() -> None:
     assert technique_words(Plan.parse("--offload optimizer"), both) == "Offload: activations; same gradient"
 
 
-def test_a_ablation_has_rows() -> None:
+def test_an_ablation_has_rows() -> None:
     with pytest.raises(MemlabError, match="needs at least one row"):
         Ablation("m", ())

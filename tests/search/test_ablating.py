@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -52,10 +51,6 @@ def plain() -> Workload:
 
 def labels(found: Ablation) -> list[str]:
     return [row.label for row in found.rows]
-
-
-def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(ablating).failed == 0
 
 
 @pytest.mark.full

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
-from memlab.hardware.gpus import gpu_for
 from memlab.plan import OptimizerChoice, Plan, Precision
 from memlab.records import Measurement
 from memlab.search.deciding import Search
@@ -235,10 +234,3 @@ def test_text_when_every_plan_is_refused() -> None:
     with pytest.raises(WorkloadError) as caught:
         machine.find(machine.budget(1))
     assert str(caught.value) == "no plan applies to synthetic: accumulation: BatchNorm"
-
-
-def test_text_when_no_gpu_is_large_enough() -> None:
-    assert gpu_for(2**40) == (
-        "no single GPU of the catalogue holds that: spread the model over several (memlab.how_many(workload) says how many "
-        "of which, %%memfit --nproc N --scale fsdp2 trains on them)"
-    )
