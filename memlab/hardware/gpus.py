@@ -38,7 +38,6 @@ class Gpu:
     fp16_flops: float | None  # peak rate of fp16 matrix products
     bf16_flops: float | None  # peak rate of bf16 matrix products
     compute_capability: tuple[int, int]  # (major, minor), as `torch.cuda.get_device_capability` says it
-    year: int  # of its introduction
     datasheet: str  # where the numbers are from
     multiprocessors: int  # how many
 
@@ -81,39 +80,35 @@ def _gpu(
     gigabytes_per_second: float,
     teraflops: tuple[float | None, float | None, float | None, float | None],
     compute_capability: tuple[int, int],
-    year: int,
     datasheet: str,
     multiprocessors: int,
 ) -> Gpu:
     fp32, tf32, fp16, bf16 = (None if rate is None else rate * _TERA for rate in teraflops)
     bandwidth = gigabytes_per_second * _GIGA
-    return Gpu(
-        name, gib * _GIB, bandwidth, fp32, tf32, fp16, bf16, compute_capability, year, datasheet, multiprocessors
-    )
+    return Gpu(name, gib * _GIB, bandwidth, fp32, tf32, fp16, bf16, compute_capability, datasheet, multiprocessors)
 
 
-# name, memory in GiB, bandwidth in GB/s, teraflops in (fp32, tf32, fp16, bf16), compute capability, year, datasheet,
-# multiprocessors
+# name, memory in GiB, bandwidth in GB/s, teraflops in (fp32, tf32, fp16, bf16), compute capability, datasheet, multiprocessors
 _GPUS: tuple[Gpu, ...] = (
-    _gpu("GTX 1080", 8, 320, (8.873, None, None, None), (6, 1), 2016, _GTX_1080, 20),
-    _gpu("P100", 16, 732, (9.3, None, 18.7, None), (6, 0), 2016, _P100, 56),  # PCIe; fp16 without tensor cores
-    _gpu("V100 16GB", 16, 900, (15.7, None, 125, None), (7, 0), 2017, _V100, 80),  # SXM2
-    _gpu("V100 32GB", 32, 900, (15.7, None, 125, None), (7, 0), 2018, _V100, 80),  # SXM2
-    _gpu("T4", 16, 300, (8.1, None, 65, None), (7, 5), 2018, _T4, 40),
-    _gpu("RTX 2080 Ti", 11, 616, (13.4, None, 53.8, None), (7, 5), 2018, _TURING, 68),  # reference clocks
-    _gpu("A100 40GB", 40, 1555, (19.5, 156, 312, 312), (8, 0), 2020, _A100, 108),
-    _gpu("A100 80GB", 80, 2039, (19.5, 156, 312, 312), (8, 0), 2020, _A100, 108),  # SXM; PCIe has 1935 GB/s
-    _gpu("RTX 3090", 24, 936, (35.6, 35.6, 71, 71), (8, 6), 2020, _GA102, 82),
-    _gpu("A10G", 24, 600, (None, None, 70, 70), (8, 6), 2021, _A10G, 80),
-    _gpu("RTX 4090", 24, 1008, (82.6, 82.6, 165.2, 165.2), (8, 9), 2022, _ADA, 128),
-    _gpu("L4", 24, 300, (30.3, 60, 121, 121), (8, 9), 2023, _L4, 58),
-    _gpu("L40S", 48, 864, (91.6, 183, 362.05, 362.05), (8, 9), 2023, _L40S, 142),
-    _gpu("H100 PCIe", 80, 2000, (51, 756 / 2, 1513 / 2, 1513 / 2), (9, 0), 2022, _H100, 114),
-    _gpu("H100 SXM", 80, 3350, (67, 989 / 2, 1979 / 2, 1979 / 2), (9, 0), 2022, _H100, 132),
-    _gpu("H200", 141, 4800, (67, 989 / 2, 1979 / 2, 1979 / 2), (9, 0), 2023, _H200, 132),
-    _gpu("RTX 5090", 32, 1792, (104.8, 104.8, 209.5, 209.5), (12, 0), 2025, _RTX_BLACKWELL, 170),
+    _gpu("GTX 1080", 8, 320, (8.873, None, None, None), (6, 1), _GTX_1080, 20),
+    _gpu("P100", 16, 732, (9.3, None, 18.7, None), (6, 0), _P100, 56),  # PCIe; fp16 without tensor cores
+    _gpu("V100 16GB", 16, 900, (15.7, None, 125, None), (7, 0), _V100, 80),  # SXM2
+    _gpu("V100 32GB", 32, 900, (15.7, None, 125, None), (7, 0), _V100, 80),  # SXM2
+    _gpu("T4", 16, 300, (8.1, None, 65, None), (7, 5), _T4, 40),
+    _gpu("RTX 2080 Ti", 11, 616, (13.4, None, 53.8, None), (7, 5), _TURING, 68),  # reference clocks
+    _gpu("A100 40GB", 40, 1555, (19.5, 156, 312, 312), (8, 0), _A100, 108),
+    _gpu("A100 80GB", 80, 2039, (19.5, 156, 312, 312), (8, 0), _A100, 108),  # SXM; PCIe has 1935 GB/s
+    _gpu("RTX 3090", 24, 936, (35.6, 35.6, 71, 71), (8, 6), _GA102, 82),
+    _gpu("A10G", 24, 600, (None, None, 70, 70), (8, 6), _A10G, 80),
+    _gpu("RTX 4090", 24, 1008, (82.6, 82.6, 165.2, 165.2), (8, 9), _ADA, 128),
+    _gpu("L4", 24, 300, (30.3, 60, 121, 121), (8, 9), _L4, 58),
+    _gpu("L40S", 48, 864, (91.6, 183, 362.05, 362.05), (8, 9), _L40S, 142),
+    _gpu("H100 PCIe", 80, 2000, (51, 756 / 2, 1513 / 2, 1513 / 2), (9, 0), _H100, 114),
+    _gpu("H100 SXM", 80, 3350, (67, 989 / 2, 1979 / 2, 1979 / 2), (9, 0), _H100, 132),
+    _gpu("H200", 141, 4800, (67, 989 / 2, 1979 / 2, 1979 / 2), (9, 0), _H200, 132),
+    _gpu("RTX 5090", 32, 1792, (104.8, 104.8, 209.5, 209.5), (12, 0), _RTX_BLACKWELL, 170),
     # an eighth of the DGX B200: 1,440 GB, 64 TB/s; sources disagree about fp32 (75 or 80) and tf32 (1.1 or 1.125 PFLOP/s)
-    _gpu("B200", 180, 8000, (None, None, 2250, 2250), (10, 0), 2024, _B200, 148),
+    _gpu("B200", 180, 8000, (None, None, 2250, 2250), (10, 0), _B200, 148),
 )
 _BY_NAME = {gpu.name.casefold(): gpu for gpu in _GPUS}
 

@@ -184,7 +184,6 @@ class Meter(Observer):
             step = self._step = self._begin_step(batch)
         elif step.observed:
             self._ledger.know(inputs_of(batch))
-        step.forwards += 1
         self._turns.forward_begins()
         step.rows[number] = step.rows.get(number, 0) + batch.rows
         step.tokens_of[number] = step.tokens_of.get(number, 0) + batch.tokens

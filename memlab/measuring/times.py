@@ -79,7 +79,6 @@ class OpenStep:
     observed: bool
     rows: dict[int, int] = field(default_factory=dict)  # that each model was called with, by its number
     tokens_of: dict[int, int] = field(default_factory=dict)  # likewise
-    forwards: int = 0
     elsewhere_bytes: int = 0
     loss: torch.Tensor | None = None
     skipped: bool = False

@@ -120,7 +120,7 @@ def _own_gpu(device: torch.device) -> Gpu:
         return min(fitting, key=distance)
     capability = (properties.major, properties.minor)
     count = properties.multi_processor_count
-    return Gpu(properties.name, properties.total_memory, math.nan, None, None, None, None, capability, 0, "", count)
+    return Gpu(properties.name, properties.total_memory, math.nan, None, None, None, None, capability, "", count)
 
 
 def _model(name: str) -> set[str]:
