@@ -181,10 +181,10 @@ class Inference:
                 handled = functools.wraps(generate)(lambda *args, **kwargs: self._on_generate(generate, args, kwargs))
                 stand_in(self.model, "generate", handled, undo)
             on_each_step(self._on_step, undo)
-            self._round(undo)
+            self._round()
             self._undo = undo.pop_all()
 
-    def _round(self, undo: ExitStack) -> None:
+    def _round(self) -> None:
         if self._half is None:
             return
         try:
@@ -303,8 +303,9 @@ class Inference:
         self._switched = [module for module in self._modules if module.training]
         for module in self._switched:
             module.training = False
-        if self._switched:
-            self._note_once("the model was in train mode: its calls ran in eval mode, without dropout")
+        note = "the model was in train mode: its calls ran in eval mode, without dropout"
+        if self._switched and note not in self._notes:
+            self._notes.append(note)
 
     def _switch_back(self) -> None:
         for module in self._switched:
@@ -322,10 +323,6 @@ class Inference:
         ids = batch.kwargs.get("input_ids", batch.kwargs.get("inputs", next(iter(batch.args), None)))
         prompt = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
         return sequences.shape[0] * (sequences.shape[1] - prompt)
-
-    def _note_once(self, note: str) -> None:
-        if note not in self._notes:
-            self._notes.append(note)
 
 
 def inference(

@@ -6,6 +6,7 @@ hands the cache of one forward to the next. A generation has a *prefill*, the pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -138,19 +139,20 @@ class InferenceRecord:
     @property
     def new_tokens_per_second(self) -> float:
         """Tokens that came out, for each second of whole calls; NaN for forwards."""
-        return ratio(sum(c.new_tokens for c in self.timed), sum(c.seconds for c in self.timed) * bool(self._generated))
+        return self._per_second(sum(c.new_tokens for c in self.timed), sum(c.seconds for c in self.timed))
 
     @property
     def prefill_tokens_per_second(self) -> float:
         """Tokens of prompts for each second of prefill; NaN for forwards."""
-        seconds = sum(c.prefill_seconds for c in self.timed) * bool(self._generated)
-        return ratio(sum(c.rows * c.tokens for c in self.timed), seconds)
+        seconds = sum(c.prefill_seconds for c in self.timed)
+        return self._per_second(sum(c.rows * c.tokens for c in self.timed), seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
         """Tokens after each row's first one, for each second after the prefill; NaN without any."""
-        seconds = sum(c.seconds - c.prefill_seconds for c in self.timed if c.passes > 1)
-        return ratio(sum(c.new_tokens - c.rows for c in self.timed if c.passes > 1), seconds * bool(self._generated))
+        longer = [c for c in self.timed if c.passes > 1]
+        seconds = sum(c.seconds - c.prefill_seconds for c in longer)
+        return self._per_second(sum(c.new_tokens - c.rows for c in longer), seconds)
 
     @property
     def measurement(self) -> Measurement:
@@ -158,7 +160,7 @@ class InferenceRecord:
         timed = self.timed
         count = len(timed)
         reserved = [c.peak_reserved_bytes for c in self.calls if c.peak_reserved_bytes is not None]
-        tokens = sum(c.new_tokens if self._generated else c.rows * c.tokens for c in timed)
+        tokens = sum(c.new_tokens if self.kind is CallKind.GENERATE else c.rows * c.tokens for c in timed)
         return Measurement(
             plan=self.label,
             device=self.device,
@@ -196,9 +198,8 @@ class InferenceRecord:
                 peaks[call.rows] = max(peaks.get(call.rows, 0), peak_bytes)
         return advice_from(peaks, highest.fixed_bytes or 0, budget_bytes)
 
-    @property
-    def _generated(self) -> bool:
-        return self.kind is CallKind.GENERATE
+    def _per_second(self, tokens: int, seconds: float) -> float:
+        return ratio(tokens, seconds) if self.kind is CallKind.GENERATE else math.nan
 
 
 def advice_from(peaks: Mapping[int, int], fixed_bytes: int, budget_bytes: int) -> BatchAdvice | None:
