@@ -23,10 +23,10 @@ from memlab.exporting.ranks import to_ranks
 from memlab.exporting.torch import to_torch
 from memlab.exporting.trainer import to_trainer
 from memlab.plan import Plan, ScaleOut
-from memlab.plan.fields import ENGINES
+from memlab.plan.fields import ENGINES, zero_stage
 from memlab.plan.scale import Scale, take_engine
 
-_ZERO = tuple(engine for engine in ENGINES if engine.startswith("zero"))
+_ZERO = tuple(filter(zero_stage, ENGINES))
 _PLANS: dict[str, Callable[[Plan], str]] = {
     "torch": to_torch,
     "trainer": to_trainer,

@@ -8,8 +8,8 @@ from memlab.exporting.parts import (
     indent,
     offloads_model_states,
     one_line_optimizer,
+    stage_of,
     wanted,
-    zero_stage,
 )
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
@@ -46,7 +46,7 @@ def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str
 
 def _deepspeed_section(plan: Plan, scale: Scale | None) -> list[str]:
     settings = [
-        f"zero_stage: {zero_stage(plan, scale)}",
+        f"zero_stage: {stage_of(plan, scale)}",
         *_accelerate_tier(plan, Offloaded.OPTIMIZER, "offload_optimizer"),
         *_accelerate_tier(plan, Offloaded.PARAMS, "offload_param"),
         f"gradient_accumulation_steps: {plan.accumulation}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting.parts import one_line_optimizer, torchrun, wanted, zero_stage
+from memlab.exporting.parts import one_line_optimizer, stage_of, torchrun, wanted
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
@@ -13,7 +13,7 @@ from memlab.plan.scale import Scale
 def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     """Return the JSON file of a plan."""
     start = [] if scale is None else [f"{torchrun(nproc)}, or deepspeed --num_gpus {nproc} train.py"]
-    flags, stage = str(plan if scale is None else scale), zero_stage(plan, scale)
+    flags, stage = str(plan if scale is None else scale), stage_of(plan, scale)
     notes = [flags, *start, *_deepspeed_notes(plan)] if flags else []
     config: dict[str, Any] = {
         # JSON has no comments; DeepSpeed passes over names it does not know at this level

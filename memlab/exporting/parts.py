@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from memlab.errors import PlanError
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan.fields import zero_stage
 from memlab.plan.scale import Scale
 from memlab.techniques.checkpointing.selective import KEPT
 from memlab.techniques.optimizer.replacements import REPLACEMENTS, Replacement
@@ -80,10 +81,10 @@ SELECTIVE_CONTEXT = f"""
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)"""
 
 
-def zero_stage(plan: Plan, scale: Scale | None) -> int:
+def stage_of(plan: Plan, scale: Scale | None) -> int:
     """DeepSpeed offloads to the host from stage 2 (and keeps pure-bf16 there), to files and parameters only at stage 3."""
     if scale is not None:
-        return int(scale.engine.removeprefix("zero"))
+        return zero_stage(scale.engine)
     tier = plan.tier_of(Offloaded.OPTIMIZER)
     if tier is Tier.DISK or plan.tier_of(Offloaded.PARAMS) is not None:
         return 3

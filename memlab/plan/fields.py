@@ -147,6 +147,11 @@ _E = TypeVar("_E", bound=StrEnum)
 EIGHT_BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
 
 
+def zero_stage(engine: str) -> int:
+    """Return the stage of DeepSpeed's ZeRO that an engine is; 0 for the others."""
+    return int(engine.removeprefix("zero")) if engine.startswith("zero") else 0
+
+
 @dataclass(frozen=True)
 class PlanField:
     """One field of a plan as people see it."""

@@ -22,6 +22,7 @@ import torch
 from memlab.errors import ScaleError
 from memlab.extras import require_installed
 from memlab.plan import Plan
+from memlab.plan.fields import zero_stage
 from memlab.plan.scale import Scale
 from memlab.records import StepRecord
 from memlab.records.comparison import Comparison
@@ -329,7 +330,7 @@ def check_engine(workload: Workload, scale: Scale, nproc: int) -> None:
     """Refuse what the engine cannot do here."""
     if scale.engine == "tp":
         tp.check(workload.model, workload.name, nproc)
-    if scale.engine.startswith("zero"):
+    if zero_stage(scale.engine):
         require_installed("deepspeed")
         check_optimizers(workload)
     if scale.uses_files and (reason := async_io.missing(workload.device)):

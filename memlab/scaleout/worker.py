@@ -70,7 +70,7 @@ class RankLoop:
         self._sender = sender
         self._techniques = techniques
         self._meter = meter
-        self._plan = Scale.parse(job.scale).plan
+        self._plan = engine.scale.plan
         self._rows = Rows(engine, self._around, self._plan.accumulation, job.name, job.seed)
         self._meter.plan_changed(self._plan)
         self._name = f"rank {dist.get_rank()}"
@@ -191,8 +191,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     for optimizer in workload.optimizers:
         techniques.attach_optimizer(optimizer)
     clipping.engine_clips = engine.clip
-    random_state = opened["random"]
-    restore_random_states(random_state, device)
+    restore_random_states(opened["random"], device)
     # what the other ranks print would only repeat it
     output = _Output(sender) if rank == 0 else io.StringIO()
     with RankLoop(workload, engine, job, sender, techniques, meter) as watched, contextlib.redirect_stdout(output):

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, cast
-
-from memlab.plan import Plan
+from memlab.plan import Plan, ScaleOut
 from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
-from memlab.scaleout.engines.base import Engine
+from memlab.scaleout.engines.base import Ddp, Engine
 from memlab.scaleout.in_kernel import InKernel
-
-# module and class; all stages of ZeRO are one
-_ENGINES = {"ddp": ("base", "Ddp"), "fsdp2": ("fsdp2", "Fsdp2"), "tp": ("tp", "Tp")}
-_LIVE = {"fsdp2": ("fsdp2", "LiveFsdp2")}
 
 
 def engine_for(scale: Scale) -> type[Engine]:
-    """Return the engine of a scale on one rank."""
-    return cast("type[Engine]", _imported(*_ENGINES.get(scale.engine, ("zero", "Zero"))))
+    """Return the engine of a scale on one rank; all stages of ZeRO are one."""
+    if scale.engine == "ddp":
+        return Ddp
+    if scale.engine == "fsdp2":
+        from memlab.scaleout.engines.fsdp2 import Fsdp2
+
+        return Fsdp2
+    if scale.engine == "tp":
+        from memlab.scaleout.engines.tp import Tp
+
+        return Tp
+    from memlab.scaleout.engines.zero import Zero
+
+    return Zero
 
 
 def live_engine(plan: Plan, workload: Workload) -> InKernel:
     """The engine of a plan in this process."""
-    return cast("InKernel", _imported(*_LIVE.get(plan.scale, ("live_zero", "LiveZero")))(plan, workload))
+    if plan.scale is ScaleOut.FSDP2:
+        from memlab.scaleout.engines.fsdp2 import LiveFsdp2
 
+        return LiveFsdp2(plan, workload)
+    from memlab.scaleout.engines.live_zero import LiveZero
 
-def _imported(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return LiveZero(plan, workload)

@@ -26,6 +26,7 @@ from torch import nn
 
 from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.plan.fields import zero_stage
 from memlab.runtime.optimizer_step import second_of
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, one_rank
@@ -52,7 +53,7 @@ class LiveZero(InKernel):
 
     def __init__(self, plan: Plan, workload: Workload) -> None:
         super().__init__(plan, workload)
-        self._stage = int(plan.scale.removeprefix("zero"))
+        self._stage = zero_stage(plan.scale)
         self.passes_each_call = self._stage > 1
         self._engine: DeepSpeedEngine | None = None
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memlab.errors import ScaleError
+from memlab.plan.fields import zero_stage
 from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
@@ -40,7 +41,7 @@ class Zero(Engine):
 
     def __init__(self, workload: Workload, folder: Path, device: torch.device, scale: Scale) -> None:
         super().__init__(workload, folder, device, scale)
-        self._stage = int(scale.engine.removeprefix("zero"))
+        self._stage = zero_stage(scale.engine)
         self._names: dict[int, str] = {}
         self._gradients_finished = False
         self._splitting = 0
