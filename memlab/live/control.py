@@ -131,7 +131,7 @@ class Control(Observer):
         self.steps.boundary()
 
     def plan_changed(self, plan: Plan) -> None:
-        self.steering.came_true(plan)
+        self.steering.note_applied(plan)
 
     def plan_asked(self, plan: Plan) -> None:
         self.steering.asked_elsewhere(plan)

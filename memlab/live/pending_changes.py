@@ -15,7 +15,7 @@ class PendingChanges:
         >>> pending_changes = PendingChanges()
         >>> pending_changes.ask("accumulation", "4").label, pending_changes.toggle("accumulation").text
         ('--accumulate 4', 'pending')
-        >>> pending_changes.came_true(pending_changes.target, step=12)
+        >>> pending_changes.note_applied(pending_changes.target, step=12)
         >>> pending_changes.toggle("accumulation").text
         'applied at step 12'
     """
@@ -55,7 +55,7 @@ class PendingChanges:
                 del self._toggles[spec.name]
         return plan
 
-    def came_true(self, plan: Plan, step: int) -> None:
+    def note_applied(self, plan: Plan, step: int) -> None:
         """A plan has come into force, asked for or not."""
         before, self.plan = self.plan, plan
         for spec in FIELDS:
@@ -67,7 +67,7 @@ class PendingChanges:
         if self.target == plan:
             self.target = None
 
-    def came_to_nothing(self, plan: Plan, reason: str) -> Plan | None:
+    def note_refused(self, plan: Plan, reason: str) -> Plan | None:
         """A plan that was asked for does not apply; return what is still asked for, and what has been since, None for nothing.
 
         Where the reason begins with the name of a setting (`RefusalError`), that one alone is refused.

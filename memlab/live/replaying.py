@@ -284,7 +284,7 @@ class Replay:
         changes = () if self._chosen else self._changes_so_far
         settings.plan = plan_of(changes[0].plan)[0] if changes else plan
         for each in changes[1:]:
-            settings.came_true(plan_of(each.plan)[0], each.step)
+            settings.note_applied(plan_of(each.plan)[0], each.step)
         settings.plan = plan
         for field, (text, reason) in self._refused.items():
             settings.refuse(field, text, reason)

@@ -137,12 +137,12 @@ class Steering:
         if wanted is not None:
             session.switching.ask(wanted)
 
-    def came_true(self, plan: Plan) -> None:
+    def note_applied(self, plan: Plan) -> None:
         """Note that a plan has come into force, asked for or not."""
         with self._loop.lock:
             session, before = self._loop.model.session, self._changes.plan
             step = (session.steps if session is not None else self._feed.step) + 1
-            self._changes.came_true(plan, step)
+            self._changes.note_applied(plan, step)
             self._feed.take_in()
             self._feed.plan_changed(plan, step)
             if plan != before:
@@ -161,7 +161,7 @@ class Steering:
         """Note that a plan does not apply, and go on to what else was asked for."""
         with self._loop.lock:
             waiting = self._changes.target
-            wanted = self._changes.came_to_nothing(plan, reason)
+            wanted = self._changes.note_refused(plan, reason)
             self._feed.events.append(f"refused {plan.label}: {reason}")
         session = self._loop.model.session
         # what was asked for since holds the settings that are refused

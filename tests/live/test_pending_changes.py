@@ -24,9 +24,9 @@ def test_whatever_happens_the_state_is_one_of_four_and_true(happenings: list[obj
         elif pending_changes.target is not None:
             step += 1
             if happening == "boundary":
-                pending_changes.came_true(pending_changes.target, step)
+                pending_changes.note_applied(pending_changes.target, step)
             else:
-                pending_changes.came_to_nothing(pending_changes.target, "it cannot be")
+                pending_changes.note_refused(pending_changes.target, "it cannot be")
         wanted = pending_changes.target or pending_changes.plan
         for spec, toggle in zip(FIELDS, pending_changes.toggles, strict=True):
             assert spec.parse(toggle.value) == getattr(pending_changes.plan, spec.name)
@@ -42,25 +42,25 @@ def test_whatever_happens_the_state_is_one_of_four_and_true(happenings: list[obj
 
 def test_a_plan_that_comes_unasked_is_told_as_well() -> None:
     pending_changes = PendingChanges()
-    pending_changes.came_true(Plan.parse("--accumulate 2"), 7)
+    pending_changes.note_applied(Plan.parse("--accumulate 2"), 7)
     assert pending_changes.toggle("accumulation").text == "applied at step 7"
 
 
 def test_what_was_asked_for_meanwhile_still_waits() -> None:
     pending_changes = PendingChanges()
     pending_changes.ask("checkpointing", "full")
-    pending_changes.came_true(Plan.parse("--accumulate 2"), 7)
+    pending_changes.note_applied(Plan.parse("--accumulate 2"), 7)
     assert pending_changes.toggle("checkpointing").asked is Asked.PENDING
     assert pending_changes.target == Plan.parse("--checkpoint")
 
 
 def test_what_was_asked_for_beside_a_plan_that_is_refused_stays_asked_for_without_it() -> None:
     pending_changes = PendingChanges()
-    pending_changes.came_true(Plan.parse("--accumulate 2"), step=3)
+    pending_changes.note_applied(Plan.parse("--accumulate 2"), step=3)
     pending_changes.ask("checkpointing", "full")
     # on trial, it turned out not to apply
-    pending_changes.came_true(Plan(), step=4)
-    left = pending_changes.came_to_nothing(Plan.parse("--accumulate 2"), "rows depend on each other")
+    pending_changes.note_applied(Plan(), step=4)
+    left = pending_changes.note_refused(Plan.parse("--accumulate 2"), "rows depend on each other")
     assert left == pending_changes.target == Plan.parse("--checkpoint")
     assert pending_changes.toggle("accumulation").asked is Asked.REFUSED
     assert pending_changes.toggle("checkpointing").asked is Asked.PENDING
