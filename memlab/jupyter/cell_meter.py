@@ -10,8 +10,8 @@ import torch
 
 from memlab.jupyter.cell_observers import BesideInCell, Chooser, Notes
 from memlab.jupyter.cell_records import Taken, TakenModels
-from memlab.measuring.beside import meter_of
 from memlab.measuring.device import Device, device_for
+from memlab.measuring.loop_meter import meter_of
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.retries import RetryWatch

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.jupyter.cells import tell
-from memlab.measuring.beside import Beside
+from memlab.measuring.loop_meter import CompanionObserver
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.runtime.batch import Batch
@@ -166,7 +166,7 @@ class Notes(Largest):
             self._broke_off(error)
 
 
-class BesideInCell(Beside):
+class BesideInCell(CompanionObserver):
     """Tells the notes of a cell as well what happens to a further model."""
 
     def __init__(self, meter: Meter, number: int, notes: Notes) -> None:

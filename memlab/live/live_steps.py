@@ -16,8 +16,8 @@ from memlab.live.live_model import NEEDS_LOSS, steps_of
 from memlab.live.live_predictions import Predicting
 from memlab.live.source import Can
 from memlab.live.steering import Steering
-from memlab.measuring.beside import meter_of
 from memlab.measuring.device import device_for
+from memlab.measuring.loop_meter import meter_of
 from memlab.measuring.steps import Meter
 from memlab.records.live_state import Activity, Moment
 from memlab.rescue.rescuer import Rescuer

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memlab.errors import WorkloadError
-from memlab.measuring.beside import Beside, meter_of
 from memlab.measuring.device import CudaDevice, Device, device_for
+from memlab.measuring.loop_meter import CompanionObserver, meter_of
 from memlab.measuring.times import OBSERVED_IN_A_ROW
 from memlab.plan import Plan
 from memlab.records import Measurement, out_of_memory
@@ -271,7 +271,7 @@ def _measured_in(
     sessions[0].observers.only([meter])
     for number, (session, workload) in enumerate(zip(sessions[1:], workloads[1:], strict=True), 2):
         meter.take_in(number, workload.model, [each.name for each in workloads])
-        session.observers.only([Beside(meter, number)])
+        session.observers.only([CompanionObserver(meter, number)])
         for optimizer in workload.optimizers:
             meter.optimizer_found(optimizer)
     meter.tape = tape

@@ -31,7 +31,7 @@ def meter_of(sessions: Callable[[], Sequence[Session]], device: Device) -> Meter
     )
 
 
-class Beside(Observer):
+class CompanionObserver(Observer):
     """Tells the meter of one model what happens to another one of the same loop.
 
     Calls of the other model within a call of the first are part of that call, and steps of a shared optimizer are
