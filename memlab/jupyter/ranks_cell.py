@@ -17,7 +17,7 @@ from memlab.plan import Plan
 from memlab.plan.scale import Scale
 from memlab.records.comparison import Comparison
 from memlab.runtime.workload import Workload
-from memlab.scaleout.cell_code import Brought, CellCode
+from memlab.scaleout.cell_code import CellChanges, CellCode
 from memlab.scaleout.launching import Launched, launch
 
 _ONE = "one process"
@@ -73,7 +73,7 @@ class RanksCell:
                     print(note)  # noqa: T201 - where it failed
                 raise UsageError(str(error)) from None
 
-    def _take(self, brought: Brought) -> None:
+    def _take(self, brought: CellChanges) -> None:
         """Make the cell's variables what they would be had it run here."""
         variables = self._notebook.shell.user_ns
         for name, now in brought.contained.items():

@@ -96,7 +96,7 @@ def ensure_built(device: torch.device, say: Callable[[str], object]) -> None:
 
 
 @contextmanager
-def loaded_from_there(device: torch.device) -> Iterator[None]:
+def loading_prebuilt(device: torch.device) -> Iterator[None]:
     """Have DeepSpeed import what is built instead of building it."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 

@@ -20,7 +20,7 @@ _CONTAINERS = (list, dict, set)
 
 
 @dataclass(frozen=True)
-class Brought:
+class CellChanges:
     """Changes that a cell made to its variables."""
 
     assigned: Mapping[str, Any]  # values of names it assigned
@@ -52,7 +52,7 @@ class CellCode:
         self.names = sorted(name for name in read if name in variables)
         self.variables = {name: variables[name] for name in self.names}
 
-    def __call__(self) -> Brought:
+    def __call__(self) -> CellChanges:
         """Run the cell where this object is."""
         linecache.cache[_FILE] = (len(self._text), None, self._text.splitlines(keepends=True), _FILE)
         given = dict(self.variables)
@@ -71,7 +71,7 @@ class CellCode:
             for name, value in given.items()
             if type(value) in _CONTAINERS and name not in kept and not _why_not(value)
         }
-        return Brought(kept, contained, left)
+        return CellChanges(kept, contained, left)
 
 
 def _assigned_in(text: str) -> set[str]:

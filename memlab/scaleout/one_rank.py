@@ -1,4 +1,4 @@
-"""Changes that engines need in their process: a group of one rank, nothing that a library sets for good, and word of resized storages.
+"""Changes that engines need in their process: a group of one rank, and nothing that a library sets for good.
 
 The group has no port and no file; it is there while an engine of this process holds it. A group of one rank that the user has
 made is used as it is.
@@ -71,7 +71,7 @@ def _make_group(device: torch.device) -> None:
 
 
 @contextmanager
-def nothing_set() -> Iterator[None]:
+def surroundings_kept() -> Iterator[None]:
     """Take back what a library sets within on the environment and on torch's classes."""
     before = dict(os.environ)
     classes = [(each, dict(vars(each))) for each in (torch.nn.Module, torch.Tensor)]
@@ -91,30 +91,3 @@ def _restore(kind: type, attributes: dict[str, Any]) -> None:
             delattr(kind, name)
         elif attributes[name] is not value:
             setattr(kind, name, attributes[name])
-
-
-Resized = Callable[[torch.UntypedStorage], None]
-# one engine may begin before another has ended, so there is one stand-in for all
-_resize = torch.UntypedStorage.resize_
-_listeners: list[Resized] = []
-
-
-def tell_resizes(resized: Resized, undo: ExitStack) -> None:
-    """Have something told of every storage that is resized from Python, which no operator shows."""
-    if not _listeners:
-        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
-    _listeners.append(resized)
-    undo.callback(_stop, resized)
-
-
-def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
-    result = _resize(storage, size)
-    for resized in _listeners:
-        resized(storage)
-    return result
-
-
-def _stop(resized: Resized) -> None:
-    _listeners.remove(resized)
-    if not _listeners:
-        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

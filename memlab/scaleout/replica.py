@@ -1,4 +1,4 @@
-"""`Replica`: a second model for an engine to take apart, so that the user's modules stay as they are.
+"""`Replica`: a copy of a model for an engine to take apart, so that the user's modules stay as they are.
 
 1. Modules are new and of the same classes; parameters are new and share their data with the user's; buffers, hooks,
    configurations and whatever else a module holds are the same objects.
@@ -26,18 +26,18 @@ _CONTAINERS = (list, tuple, dict, set)
 
 
 class Replica:
-    """A model and its second.
+    """A model and its replica.
 
     Raises:
-        RefusalError: a module that has no second (scripted, compiled, with a function in place of its forward).
+        RefusalError: a module that cannot be replicated (scripted, compiled, with a function in place of its forward).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> model[1].weight = model[0].weight
-        >>> second = Replica(model, "model").model
-        >>> second[0].weight is second[1].weight, second[0].weight is model[0].weight
+        >>> replica = Replica(model, "model").model
+        >>> replica[0].weight is replica[1].weight, replica[0].weight is model[0].weight
         (True, False)
-        >>> second[0].weight.data_ptr() == model[0].weight.data_ptr()
+        >>> replica[0].weight.data_ptr() == model[0].weight.data_ptr()
         True
     """
 
@@ -50,17 +50,17 @@ class Replica:
             self._made[id(parameter)] = made = nn.Parameter(parameter.detach(), parameter.requires_grad)
             vars(made).update(vars(parameter))  # attributes that a forward may read; an engine adds its own
         self._pairs: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []
-        self._given: dict[nn.Module, dict[str, Any]] = {}  # what the second of a module was given, or has set itself
-        self.model: nn.Module = self._second(model)
-        self._users_of = {id(second): module for module, second, _ in self._pairs}
+        self._given: dict[nn.Module, dict[str, Any]] = {}  # what the replica of a module was given, or has set itself
+        self.model: nn.Module = self._replica_of(model)
+        self._users_of = {id(replica): module for module, replica, _ in self._pairs}
         # hooks of the outermost module run when the user's is called
         for key in [key for key in vars(model) if is_hooks(key)]:
             vars(self.model)[key] = type(vars(model)[key])()
-        for module, second, _ in self._pairs:
-            self._require_own_forward(module, second)
+        for module, replica, _ in self._pairs:
+            self._require_own_forward(module, replica)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """Each parameter of the user's, with its name and what the second model has in its place by now."""
+        """Each parameter of the user's, with its name and what the replica has in its place by now."""
         now = dict(self.model.named_parameters())
         for name, parameter in self._users.named_parameters():
             yield name, parameter, now[name]
@@ -68,27 +68,27 @@ class Replica:
     def follow(self) -> None:
         """Carry over what has changed on the user's modules."""
         self._require_same_parameters()
-        for module, second, seen in self._pairs:
+        for module, replica, seen in self._pairs:
             for key, value in own_attributes(module).items():
                 if is_hooks(key):
                     if module is not self._users and seen[key] != (now := list(value)):
-                        self._follow_hooks(vars(second)[key], value, seen[key])
+                        self._follow_hooks(vars(replica)[key], value, seen[key])
                         seen[key] = now
                 elif value is not seen.get(key) and not _is_table(key) and key != "forward":
                     seen[key] = value
-                    vars(second)[key] = self._given[module][key] = self._mapped(value)
-            second._buffers.update(module._buffers)
+                    vars(replica)[key] = self._given[module][key] = self._mapped(value)
+            replica._buffers.update(module._buffers)
 
-    def _follow_hooks(self, seconds: dict[int, Any], hooks: dict[int, Any], known: list[int]) -> None:
+    def _follow_hooks(self, table: dict[int, Any], hooks: dict[int, Any], known: list[int]) -> None:
         """Carry over hooks that the user has put on a module or taken off since; an engine's own stay where they are."""
-        before = list(seconds.items())
+        before = list(table.items())
         place = next((place for place, (number, _) in enumerate(before) if number in known), len(before))
         first, last = (
             {number: hook for number, hook in part if number not in known} for part in (before[:place], before[place:])
         )
-        users = {number: seconds.get(number) or self._mapped(hook) for number, hook in hooks.items()}
-        seconds.clear()
-        seconds.update(first | users | last)
+        users = {number: table.get(number) or self._mapped(hook) for number, hook in hooks.items()}
+        table.clear()
+        table.update(first | users | last)
 
     def carry_back(self) -> list[str]:
         """Give the user's modules the buffers that a call has replaced, and the attributes that it has set.
@@ -97,14 +97,14 @@ class Replica:
             Names of attributes that were given tensors with a graph.
         """
         kept = []
-        for module, second, seen in self._pairs:
-            for key, value in second._buffers.items():
+        for module, replica, seen in self._pairs:
+            for key, value in replica._buffers.items():
                 if module._buffers.get(key) is not value:
                     module._buffers[key] = value
             # an engine sets attributes of its own
             names = _named_in(type(module))  # type: ignore[arg-type] # mypy asks for the hash of a module
-            for key in names & vars(second).keys() - {"forward"}:
-                value = vars(second)[key]
+            for key in names & vars(replica).keys() - {"forward"}:
+                value = vars(replica)[key]
                 if value is not self._given[module].get(key, self):
                     self._given[module][key] = value
                     vars(module)[key] = seen[key] = self._users_of.get(id(value), value)
@@ -122,27 +122,27 @@ class Replica:
                 )
             refuse_hooks(name, parameter)
 
-    # -- seconds -------------------------------------------------------------------------------
+    # -- making it -----------------------------------------------------------------------------
 
-    def _second(self, module: nn.Module) -> nn.Module:
+    def _replica_of(self, module: nn.Module) -> nn.Module:
         if id(module) in self._made:
             return self._made[id(module)]  # type: ignore[no-any-return] # a module's is one
         own = own_attributes(module)
         if isinstance(module, torch.jit.ScriptModule) or own.get(CALL) is not None:
-            raise _no_second(f"{self._name} has a part that is compiled ({type(module).__name__})")
-        second = object.__new__(type(module))
-        self._made[id(module)] = second
+            raise _not_replicable(f"{self._name} has a part that is compiled ({type(module).__name__})")
+        replica = object.__new__(type(module))
+        self._made[id(module)] = replica
         # of a table of hooks their numbers
         seen = {
             key: list(value) if is_hooks(key) else value
             for key, value in own.items()
             if is_hooks(key) or not _is_table(key)
         }
-        self._pairs.append((module, second, seen))
+        self._pairs.append((module, replica, seen))
         for key, value in own.items():
-            vars(second)[key] = self._table(value) if _is_table(key) else self._mapped(value)
-        self._given[module] = dict(vars(second))
-        return second
+            vars(replica)[key] = self._table(value) if _is_table(key) else self._mapped(value)
+        self._given[module] = dict(vars(replica))
+        return replica
 
     def _table(self, table: Any) -> Any:
         """A module adds to its tables, so they are always new."""
@@ -150,20 +150,20 @@ class Replica:
 
     def _mapped(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return self._second(value)
+            return self._replica_of(value)
         if id(value) in self._made:
             return self._made[id(value)]
         if type(value) in _CONTAINERS and 0 < len(value) <= _MOST_ENTRIES:
             return self._mapped_container(value)
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-            return types.MethodType(value.__func__, self._second(value.__self__))
+            return types.MethodType(value.__func__, self._replica_of(value.__self__))
         if type(value) is functools.partial:
             function, arguments, keywords = map(self._mapped, (value.func, value.args, value.keywords))
             return functools.partial(function, *arguments, **keywords)
         return value
 
     def _mapped_container(self, value: Any) -> Any:
-        """The same object, unless something in it has a second."""
+        """The same object, unless something in it has a replica."""
         items = [*value.values()] if isinstance(value, dict) else [*value]
         self._made[id(value)] = value  # should it hold itself
         mapped = [*map(self._mapped, items)]
@@ -172,18 +172,18 @@ class Replica:
             return value
         return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
 
-    def _require_own_forward(self, module: nn.Module, second: nn.Module) -> None:
+    def _require_own_forward(self, module: nn.Module, replica: nn.Module) -> None:
         forward = own_attributes(module).get("forward")
         if forward is None:
             return
         own = self._mapped(forward)
         if own is forward:
-            raise _no_second(
+            raise _not_replicable(
                 f"the forward of {type(module).__name__} was replaced by another function ({forward!r:.80})"
             )
-        vars(second)["forward"] = own
+        vars(replica)["forward"] = own
         if isinstance(own, types.MethodType) and own.__func__ is getattr(type(module), "forward", None):
-            del vars(second)["forward"]
+            del vars(replica)["forward"]
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter) -> None:
@@ -194,7 +194,7 @@ def refuse_hooks(name: str, parameter: nn.Parameter) -> None:
         raise RefusalError("scale", f"{name} has gradient hooks, which an engine would not run", "remove them first")
 
 
-def _no_second(reason: str) -> RefusalError:
+def _not_replicable(reason: str) -> RefusalError:
     return RefusalError(
         "scale", f"{reason}, and an engine needs a model of its own to take apart", "train without --scale"
     )

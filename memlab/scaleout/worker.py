@@ -38,9 +38,10 @@ from memlab.scaleout import serialization
 from memlab.scaleout.engines import engine_for
 from memlab.scaleout.engines.base import Engine
 from memlab.scaleout.messages import DONE, FAILED, SAID, STARTED, STEP, Sender
-from memlab.scaleout.one_rank import backends_for, tell_resizes
+from memlab.scaleout.one_rank import backends_for
 from memlab.scaleout.results import restore_random_states, write_results
 from memlab.scaleout.rows import Rows
+from memlab.scaleout.storage_resizes import tell_resizes
 from memlab.session.in_force import InForce
 from memlab.techniques.base import ModelCall
 

@@ -6,7 +6,7 @@ from memlab.plan import Plan, ScaleOut
 from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout.engines.base import Ddp, Engine
-from memlab.scaleout.in_kernel import InKernel
+from memlab.scaleout.in_process import InProcessEngine
 
 
 def engine_for(scale: Scale) -> type[Engine]:
@@ -26,7 +26,7 @@ def engine_for(scale: Scale) -> type[Engine]:
     return Zero
 
 
-def live_engine(plan: Plan, workload: Workload) -> InKernel:
+def live_engine(plan: Plan, workload: Workload) -> InProcessEngine:
     """The engine of a plan in this process."""
     if plan.scale is ScaleOut.FSDP2:
         from memlab.scaleout.engines.fsdp2 import LiveFsdp2

@@ -83,7 +83,7 @@ class DeepSpeedEngine:
         elements = sum(parameter.numel() for parameter in model.parameters())
         zero = {"stage": stage, **ZeroSizes.of(elements).configuration(stage), **_offloads(plan, device, folder)}
         deepspeed = load_deepspeed(device)
-        with async_io.loaded_from_there(device):
+        with async_io.loading_prebuilt(device):
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=_configuration({**zero, **settings}), dist_init_required=False
             )

@@ -22,7 +22,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.modules import repeated_blocks
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import Engine
-from memlab.scaleout.in_kernel import InKernel, on_gradient
+from memlab.scaleout.in_process import InProcessEngine, on_gradient
 
 Optimizer = torch.optim.Optimizer
 
@@ -52,7 +52,7 @@ class Fsdp2(Engine):
         tensors.store(tensors.all_of(self.workload), folder, together=True)
 
 
-class LiveFsdp2(InKernel):
+class LiveFsdp2(InProcessEngine):
     """The same in this process, on a replica.
 
     With one rank a shard is the whole parameter, so the user's parameters show the shards (in host memory when offloaded),

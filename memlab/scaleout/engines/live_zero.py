@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO in this process.
 
-Rules, beside those of `in_kernel` and `deepspeed_engine`:
+Rules, beside those of `in_process` and `deepspeed_engine`:
 
 1. DeepSpeed gets the replica, and a second of the user's optimizer. With one rank a flat tensor is a whole group of
    parameters, so the user's optimizer shows the state of each from there.
@@ -39,14 +39,14 @@ from memlab.scaleout.engines.deepspeed_engine import (
 )
 from memlab.scaleout.engines.gathered import Gathered
 from memlab.scaleout.engines.shown_gradients import Pair, ShownGradients
-from memlab.scaleout.in_kernel import InKernel
-from memlab.scaleout.one_rank import Resized
+from memlab.scaleout.in_process import InProcessEngine
+from memlab.scaleout.storage_resizes import Resized
 
 Optimizer = torch.optim.Optimizer
 _SETTINGS = ("mpu", "mesh_device")
 
 
-class LiveZero(InKernel):
+class LiveZero(InProcessEngine):
     """A DeepSpeed engine over a replica."""
 
     owns_steps = True
@@ -81,7 +81,7 @@ class LiveZero(InKernel):
         super().check()
         check_optimizers(self.workload)
         self._check_parameters(self.workload.optimizers[0])
-        with one_rank.nothing_set():
+        with one_rank.surroundings_kept():
             load_deepspeed(self.device)
         if self._tier is Tier.DISK:
             self._check_files()
@@ -144,7 +144,7 @@ class LiveZero(InKernel):
         second.param_groups = [mine for _, mine in self._groups]
         folder = tempfile.TemporaryDirectory(prefix="memlab-", ignore_cleanup_errors=True)
         undo.callback(folder.cleanup)
-        with one_rank.nothing_set():
+        with one_rank.surroundings_kept():
             load_deepspeed(self.device)
             one_rank.at_end(_forgetting())
             # linear layers: see `gathered`

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memlab.scaleout.engines.deepspeed_engine import DeepSpeedEngine, FlatPlace
-from memlab.scaleout.in_kernel import on_gradient
+from memlab.scaleout.in_process import on_gradient
 
 
 @dataclass(frozen=True, eq=False)

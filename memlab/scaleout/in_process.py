@@ -34,9 +34,9 @@ from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
 from memlab.scaleout import one_rank
-from memlab.scaleout.one_rank import Resized, tell_resizes
 from memlab.scaleout.own_backward import OwnBackward
 from memlab.scaleout.replica import Replica, refuse_hooks
+from memlab.scaleout.storage_resizes import Resized, tell_resizes
 from memlab.session.in_force import InForce
 from memlab.techniques.base import ModelCall
 from memlab.techniques.scale import LiveEngine
@@ -44,7 +44,7 @@ from memlab.techniques.scale import LiveEngine
 Optimizer = torch.optim.Optimizer
 
 
-class InKernel(LiveEngine):
+class InProcessEngine(LiveEngine):
     """Base of the engines in this process."""
 
     passes_each_call = False  # whether it must have run the backward pass of a call before the next call
