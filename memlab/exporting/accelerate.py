@@ -26,13 +26,13 @@ def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str
     notes = _script_notes(plan, kind)
     if notes:
         notes = ["# The rest of the plan belongs into the script:", *(f"# - {note}" for note in notes)]
-    sections = {"DEEPSPEED": _deepspeed_section, "FSDP": _fsdp_section}
     lines = [
         header(plan if scale is None else scale),
         "# accelerate launch --config_file accelerate.yaml train.py",
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {kind}",
-        *(sections[kind](plan, scale) if kind in sections else []),
+        *(_deepspeed_section(plan, scale) if kind == "DEEPSPEED" else []),
+        *(_fsdp_section(plan) if kind == "FSDP" else []),
         f"mixed_precision: {_MIXED_PRECISION.get(plan.precision, repr('no'))}",
         "num_machines: 1",
         f"num_processes: {nproc}",
@@ -47,8 +47,8 @@ def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str
 def _deepspeed_section(plan: Plan, scale: Scale | None) -> list[str]:
     settings = [
         f"zero_stage: {stage_of(plan, scale)}",
-        *_accelerate_tier(plan, Offloaded.OPTIMIZER, "offload_optimizer"),
-        *_accelerate_tier(plan, Offloaded.PARAMS, "offload_param"),
+        *_tier(plan, Offloaded.OPTIMIZER, "offload_optimizer"),
+        *_tier(plan, Offloaded.PARAMS, "offload_param"),
         f"gradient_accumulation_steps: {plan.accumulation}",
         "gradient_clipping: 1.0e+9  # your loop's norm; unsaid, and at 0, Accelerate leaves it to DeepSpeed, which clips at 1",
         "zero3_init_flag: false",
@@ -56,7 +56,7 @@ def _deepspeed_section(plan: Plan, scale: Scale | None) -> list[str]:
     return ["deepspeed_config:", *indent(settings, 2)]
 
 
-def _fsdp_section(plan: Plan, _scale: Scale | None) -> list[str]:
+def _fsdp_section(plan: Plan) -> list[str]:
     settings = [
         "fsdp_version: 2",
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # the blocks a model of transformers names in _no_split_modules",
@@ -69,7 +69,7 @@ def _fsdp_section(plan: Plan, _scale: Scale | None) -> list[str]:
     return ["fsdp_config:", *indent(settings, 2)]
 
 
-def _accelerate_tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
+def _tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
     tier = plan.tier_of(what)
     if tier is Tier.DISK:
         return [f"{name}_device: nvme", f"{name}_nvme_path: nvme  # a folder on a fast disk"]

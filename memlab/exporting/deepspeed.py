@@ -14,7 +14,7 @@ def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     """Return the JSON file of a plan."""
     start = [] if scale is None else [f"{torchrun(nproc)}, or deepspeed --num_gpus {nproc} train.py"]
     flags, stage = str(plan if scale is None else scale), stage_of(plan, scale)
-    notes = [flags, *start, *_deepspeed_notes(plan)] if flags else []
+    notes = [flags, *start, *_notes(plan)] if flags else []
     config: dict[str, Any] = {
         # JSON has no comments; DeepSpeed passes over names it does not know at this level
         **({"memlab_notes": notes} if notes else {}),
@@ -22,15 +22,15 @@ def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": "auto",
-        "zero_optimization": _deepspeed_zero(plan, stage),
-        **_deepspeed_precision(plan),
-        **_deepspeed_optimizer(plan, stage),
-        **_deepspeed_checkpointing(plan),
+        "zero_optimization": _zero(plan, stage),
+        **_precision(plan),
+        **_optimizer(plan, stage),
+        **_checkpointing(plan),
     }
     return json.dumps(config, indent=2) + "\n"
 
 
-def _deepspeed_zero(plan: Plan, stage: int) -> dict[str, Any]:
+def _zero(plan: Plan, stage: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     for name, what in (("offload_optimizer", Offloaded.OPTIMIZER), ("offload_param", Offloaded.PARAMS)):
         tier = plan.tier_of(what)
@@ -41,25 +41,25 @@ def _deepspeed_zero(plan: Plan, stage: int) -> dict[str, Any]:
     return zero
 
 
-def _deepspeed_precision(plan: Plan) -> dict[str, Any]:
+def _precision(plan: Plan) -> dict[str, Any]:
     if plan.precision is Precision.FP16:
         # a loss scale of 0 means dynamic
         return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}}
     if plan.precision is Precision.BF16:
         return {"bf16": {"enabled": True}}
     if plan.precision is Precision.PURE_BF16:
-        return {"bf16": {"enabled": True, **_deepspeed_pure_bf16(plan)}}
+        return {"bf16": {"enabled": True, **_pure_bf16(plan)}}
     return {"fp16": {"enabled": False}, "bf16": {"enabled": False}} if plan.precision is Precision.FP32 else {}
 
 
-def _deepspeed_pure_bf16(plan: Plan) -> dict[str, bool]:
+def _pure_bf16(plan: Plan) -> dict[str, bool]:
     """Offloaded bf16 weights are updated by DeepSpeed's own AdamW only, which keeps its moments in fp32."""
     if plan.tier_of(Offloaded.OPTIMIZER) is None:
         return {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {"bf16_master_weights_and_grads": True} if plan.optimizer is OptimizerChoice.ADAMW else {}
 
 
-def _deepspeed_optimizer(plan: Plan, stage: int) -> dict[str, Any]:
+def _optimizer(plan: Plan, stage: int) -> dict[str, Any]:
     if plan.optimizer is OptimizerChoice.ADAMW:
         parameters = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
         return {"optimizer": {"type": "AdamW", "params": parameters}}
@@ -68,14 +68,14 @@ def _deepspeed_optimizer(plan: Plan, stage: int) -> dict[str, Any]:
     return {**own, **({"zero_force_ds_cpu_optimizer": False} if plan.tier_of(Offloaded.OPTIMIZER) else {})}
 
 
-def _deepspeed_checkpointing(plan: Plan) -> dict[str, Any]:
+def _checkpointing(plan: Plan) -> dict[str, Any]:
     if plan.checkpointing == "off" or plan.checkpointing.budget_bytes is not None:
         return {}
     offloaded = plan.tier_of(Offloaded.ACTIVATIONS) is not None
     return {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": offloaded}}
 
 
-def _deepspeed_notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan) -> list[str]:
     activations, is_checkpointed = plan.tier_of(Offloaded.ACTIVATIONS), plan.checkpointing != "off"
     offloaded = plan.tier_of(Offloaded.OPTIMIZER)
     return wanted((

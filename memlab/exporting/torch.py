@@ -8,11 +8,11 @@ from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 def to_torch(plan: Plan) -> str:
     """Return the training loop of a plan."""
-    parts = [_torch_imports(plan), optimizer_helper(plan), *_torch_helpers(plan), _torch_loop(plan)]
+    parts = [_imports(plan), optimizer_helper(plan), *_helpers(plan), _loop(plan)]
     return "\n\n\n".join(parts) + "\n"
 
 
-def _torch_imports(plan: Plan) -> str:
+def _imports(plan: Plan) -> str:
     on_disk = Tier.DISK in (plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS))
     needed = wanted((
         ("import functools", plan.checkpointing != "off" or plan.tiling > 1),
@@ -36,7 +36,7 @@ def checkpoint_imports(plan: Plan) -> list[str]:
     ))  # fmt: skip
 
 
-def _torch_helpers(plan: Plan) -> list[str]:
+def _helpers(plan: Plan) -> list[str]:
     optimizer_tier, activations_tier = plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS)
     helpers = (
         (COUNT_TARGETS, plan.accumulation > 1),
@@ -47,7 +47,7 @@ def _torch_helpers(plan: Plan) -> list[str]:
         (_ACTIVATIONS_ON_DISK, activations_tier is Tier.DISK),
         (_STATE_ON_HOST, optimizer_tier in (Tier.HOST, Tier.AUTO)),
         (_STATE_ON_DISK, optimizer_tier is Tier.DISK),
-        (_torch_release(plan), _releases(plan) and plan.accumulation == 1),
+        (_release_helper(plan), _releases(plan) and plan.accumulation == 1),
     )
     return [code.strip("\n") for code in wanted(helpers)]
 
@@ -258,8 +258,8 @@ def update_in_backward(optimizers{device}):
 '''
 
 
-def _torch_release(plan: Plan) -> str:
-    update = indent([*_torch_update(plan), "optimizer.zero_grad()"], 12)
+def _release_helper(plan: Plan) -> str:
+    update = indent([*_update(plan), "optimizer.zero_grad()"], 12)
     device = "" if plan.tier_of(Offloaded.OPTIMIZER) is None else ", device"
     return _RELEASE.format(device=device, update="\n".join(update))
 
@@ -269,13 +269,13 @@ def _releases(plan: Plan) -> bool:
     return plan.gradients is Gradients.RELEASE and plan.tier_of(Offloaded.OPTIMIZER) is not Tier.DISK
 
 
-def _torch_loop(plan: Plan) -> str:
-    body = [*_torch_setup(plan), "losses = []", *_torch_steps(plan), "return losses"]
+def _loop(plan: Plan) -> str:
+    body = [*_setup(plan), "losses = []", *_steps(plan), "return losses"]
     words = '"""Train on dicts of tensors; `model(**batch)` returns a `.loss`. Returns the loss of each batch."""'
     return "\n".join(block("def train(model, batches, lr=5e-5)", [words, *body]))
 
 
-_TORCH_PRECISION_SETUP: dict[Precision, list[str]] = {
+_PRECISION_SETUP: dict[Precision, list[str]] = {
     Precision.FP32: ["model.float()", 'torch.set_float32_matmul_precision("highest")'],
     Precision.TF32: ['torch.set_float32_matmul_precision("high")  # TF32 products on NVIDIA GPUs since Ampere'],
     Precision.FP16: [
@@ -294,10 +294,10 @@ _PARAMS_STAY = [
 ]
 
 
-def _torch_setup(plan: Plan) -> list[str]:
+def _setup(plan: Plan) -> list[str]:
     offloads = plan.tier_of(Offloaded.PARAMS) is not None
     lines = [*(_PARAMS_STAY if offloads else []), "device = next(model.parameters()).device"]
-    lines += _TORCH_PRECISION_SETUP.get(plan.precision, [])
+    lines += _PRECISION_SETUP.get(plan.precision, [])
     if plan.tiling > 1:
         lines.append(f"tile_feed_forwards(model, {plan.tiling})")
     if plan.checkpointing != "off" and plan.checkpointing.budget_bytes is None:
@@ -315,11 +315,11 @@ def _torch_setup(plan: Plan) -> list[str]:
     return [*lines, "model.train()"]
 
 
-def _torch_steps(plan: Plan) -> list[str]:
+def _steps(plan: Plan) -> list[str]:
     """The loop over batches, inside the temporary files that the plan needs."""
     step = ["batch = {name: value.to(device) for name, value in batch.items()}"]
-    step += [*_torch_budget(plan), *_torch_gradients(plan)]
-    step += [*_torch_updates(plan), "losses.append(total)"]
+    step += [*_budget(plan), *_gradients(plan)]
+    step += [*_updates(plan), "losses.append(total)"]
     if plan.precision is Precision.PURE_BF16:
         cast = "value.bfloat16() if value.is_floating_point() else value"
         step.insert(1, f"batch = {{name: {cast} for name, value in batch.items()}}")
@@ -328,56 +328,56 @@ def _torch_steps(plan: Plan) -> list[str]:
     return block("with tempfile.TemporaryFile() as state_file", loop) if is_on_disk else loop
 
 
-def _torch_budget(plan: Plan) -> list[str]:
+def _budget(plan: Plan) -> list[str]:
     """The choice of blocks, made on the first batch, or on a part of it as they are trained."""
     if plan.checkpointing.budget_bytes is None:
         return []
     part = f"split(batch, {plan.accumulation})[0]" if plan.accumulation > 1 else "batch"
-    choose = [f"checkpoint_blocks(model, {plan.checkpointing.budget_bytes}, lambda: {_torch_call(plan, part)})"]
-    autocast = _torch_autocast(plan)
+    choose = [f"checkpoint_blocks(model, {plan.checkpointing.budget_bytes}, lambda: {_call(plan, part)})"]
+    autocast = _autocast(plan)
     return block("if not losses", block(f"with {autocast}", choose) if autocast else choose)
 
 
-def _torch_gradients(plan: Plan) -> list[str]:
+def _gradients(plan: Plan) -> list[str]:
     """Forward and backward of one batch; leaves `total`, the mean loss of the whole batch."""
     if plan.accumulation == 1:
-        return _torch_disk_folder(plan, [*_torch_forward(plan, "batch"), _torch_backward(plan, "loss"),
+        return _within_disk_folder(plan, [*_forward(plan, "batch"), _backward(plan, "loss"),
                                          "total = loss.item()"])  # fmt: skip
     weight = "share = count_targets(model, part) / max(1, targets)"
     empty = block("if share == 0", ["continue  # nothing to learn from, and its mean loss is not a number"])
-    part = [weight, *empty, *_torch_forward(plan, "part"), _torch_backward(plan, "(loss * share)")]
+    part = [weight, *empty, *_forward(plan, "part"), _backward(plan, "(loss * share)")]
     return [
         "targets, total = count_targets(model, batch), 0.0",
         f"for part in split(batch, {plan.accumulation}):",
-        *indent(_torch_disk_folder(plan, [*part, "total += loss.item() * share"]), 4),
+        *indent(_within_disk_folder(plan, [*part, "total += loss.item() * share"]), 4),
     ]
 
 
-def _torch_disk_folder(plan: Plan, lines: list[str]) -> list[str]:
+def _within_disk_folder(plan: Plan, lines: list[str]) -> list[str]:
     is_on_disk = plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK
     return block("with tempfile.TemporaryDirectory() as folder", lines) if is_on_disk else lines
 
 
-def _torch_forward(plan: Plan, batch: str) -> list[str]:
-    contexts = ", ".join(filter(None, (_torch_autocast(plan), _torch_saved(plan))))
-    call = [f"loss = {_torch_call(plan, batch)}"]
+def _forward(plan: Plan, batch: str) -> list[str]:
+    contexts = ", ".join(filter(None, (_autocast(plan), _saved(plan))))
+    call = [f"loss = {_call(plan, batch)}"]
     lines = block(f"with {contexts}", call) if contexts else call
     is_hidden = plan.checkpointing == "selective" and plan.tier_of(Offloaded.ACTIVATIONS)
     why = "# what selective checkpointing keeps stays on the device: torch 2.13 hides it from these hooks"
     return [why, *lines] if is_hidden else lines
 
 
-def _torch_call(plan: Plan, batch: str) -> str:
+def _call(plan: Plan, batch: str) -> str:
     return f"chunked_loss(model, {batch})" if plan.loss is Loss.CHUNKED else f"model(**{batch}).loss"
 
 
-def _torch_autocast(plan: Plan) -> str:
+def _autocast(plan: Plan) -> str:
     names = {Precision.FP16: "float16", Precision.BF16: "bfloat16"}
     name = names.get(plan.precision)
     return f"torch.autocast(device.type, torch.{name})" if name else ""
 
 
-def _torch_saved(plan: Plan) -> str:
+def _saved(plan: Plan) -> str:
     tier = plan.tier_of(Offloaded.ACTIVATIONS)
     if tier is None:
         return ""
@@ -385,14 +385,14 @@ def _torch_saved(plan: Plan) -> str:
     return "activations_on_disk(model, folder)" if tier is Tier.DISK else on_host
 
 
-def _torch_backward(plan: Plan, loss: str) -> str:
+def _backward(plan: Plan, loss: str) -> str:
     scaled = f"scaler.scale({loss.strip('()')})" if plan.precision is Precision.FP16 else loss
     return f"{scaled}.backward()"
 
 
-def _torch_updates(plan: Plan) -> list[str]:
+def _updates(plan: Plan) -> list[str]:
     """Return what follows the backward pass of a batch."""
-    update = [*_torch_update(plan), "optimizer.zero_grad()"]
+    update = [*_update(plan), "optimizer.zero_grad()"]
     if not _releases(plan):
         whole = plan.gradients is Gradients.RELEASE
         return [*(["# gradients are kept: state in a file is read and written whole"] if whole else []), *update]
@@ -402,7 +402,7 @@ def _torch_updates(plan: Plan) -> list[str]:
     return [why, *block("for optimizer in optimizers", update)]
 
 
-def _torch_update(plan: Plan) -> list[str]:
+def _update(plan: Plan) -> list[str]:
     step = ["scaler.step(optimizer)", "scaler.update()"] if plan.precision is Precision.FP16 else ["optimizer.step()"]
     tier = plan.tier_of(Offloaded.OPTIMIZER)
     if tier is None:

@@ -15,7 +15,7 @@ from memlab.exporting.parts import (
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
-_TRAINER_PRECISION: dict[Precision, list[str]] = {
+_PRECISION: dict[Precision, list[str]] = {
     Precision.FP32: ["fp16=False,", "bf16=False,", "tf32=False,"],
     Precision.TF32: ["tf32=True,"],
     Precision.FP16: ["fp16=True,"],
@@ -30,13 +30,13 @@ _ACCUMULATION_COMMENT = """
 def to_trainer(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     """Return TrainingArguments, and the code they have no argument for."""
     names = "Trainer, TrainingArguments" if plan.tier_of(Offloaded.ACTIVATIONS) else "TrainingArguments"
-    imports = [*_trainer_imports(plan), f"from transformers import {names}"]
+    imports = [*_imports(plan), f"from transformers import {names}"]
     start = [] if scale is None else [f"# {torchrun(nproc)}"]
-    head = [header(plan if scale is None else scale), *start, *imports, "", *_trainer_arguments(plan, scale, nproc)]
-    return "\n\n\n".join(["\n".join(head), *_trainer_notes(plan, scale)]) + "\n"
+    head = [header(plan if scale is None else scale), *start, *imports, "", *_arguments(plan, scale, nproc)]
+    return "\n\n\n".join(["\n".join(head), *_notes(plan, scale)]) + "\n"
 
 
-def _trainer_imports(plan: Plan) -> list[str]:
+def _imports(plan: Plan) -> list[str]:
     is_selective = plan.checkpointing == "selective"
     needs_torch = is_selective or plan.precision is Precision.PURE_BF16 or plan.tier_of(Offloaded.ACTIVATIONS)
     return wanted([
@@ -46,7 +46,7 @@ def _trainer_imports(plan: Plan) -> list[str]:
     ])  # fmt: skip
 
 
-def _trainer_arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
+def _arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
     parts = plan.accumulation * nproc
     batch = ["batch_size = 8  # as you train today"] if parts > 1 else []
     arguments = ['output_dir="out",']
@@ -59,14 +59,14 @@ def _trainer_arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]
         every = f', "every_n_layers": {plan.checkpointing.every}' if plan.checkpointing.every > 1 else ""
         arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
         arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
-    arguments += _TRAINER_PRECISION.get(plan.precision, [])
+    arguments += _PRECISION.get(plan.precision, [])
     if plan.optimizer is not OptimizerChoice.KEEP:
         arguments.append(f'optim="{replacement_of(plan).trainer}",')
-    arguments += _trainer_engine(plan, scale)
+    arguments += _engine(plan, scale)
     return [*batch, "args = TrainingArguments(", *indent(arguments, 4), ")"]
 
 
-def _trainer_engine(plan: Plan, scale: Scale | None) -> list[str]:
+def _engine(plan: Plan, scale: Scale | None) -> list[str]:
     if scale is None or scale.engine == "ddp":
         return []
     if scale.engine != "fsdp2":
@@ -79,44 +79,44 @@ def _trainer_engine(plan: Plan, scale: Scale | None) -> list[str]:
     return ["fsdp=True,", "fsdp_config={", *indent([f"{setting}," for setting in settings], 4), "},"]
 
 
-def _trainer_notes(plan: Plan, scale: Scale | None) -> list[str]:
+def _notes(plan: Plan, scale: Scale | None) -> list[str]:
     """Return what TrainingArguments has no argument for: code where a few lines do it, else the way round."""
-    disk = _TRAINER_DISK if plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK else ""
+    disk = _DISK if plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK else ""
     notes = (
         (_ACCUMULATION_COMMENT.format(n=plan.accumulation), plan.accumulation > 1),
-        (_TRAINER_WEIGHTS, plan.precision in (Precision.FP32, Precision.FP16, Precision.BF16)),
-        (_TRAINER_SELECTIVE, plan.checkpointing == "selective"),
-        (_TRAINER_BUDGET, plan.checkpointing.budget_bytes is not None),
-        (_TRAINER_PURE_BF16, plan.precision is Precision.PURE_BF16),
-        (_TRAINER_ACTIVATIONS.format(disk=disk), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
-        (_TRAINER_STATE, scale is None and plan.tier_of(Offloaded.OPTIMIZER) is not None),
-        (_TRAINER_PARAMS, scale is None and plan.tier_of(Offloaded.PARAMS) is not None),
-        (_TRAINER_LOSS, plan.loss is Loss.CHUNKED),
-        (_TRAINER_TILES, plan.tiling > 1),
-        (_TRAINER_GRADIENTS, plan.gradients is Gradients.RELEASE),
+        (_WEIGHTS, plan.precision in (Precision.FP32, Precision.FP16, Precision.BF16)),
+        (_SELECTIVE, plan.checkpointing == "selective"),
+        (_BUDGET, plan.checkpointing.budget_bytes is not None),
+        (_PURE_BF16, plan.precision is Precision.PURE_BF16),
+        (_ACTIVATIONS.format(disk=disk), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
+        (_STATE, scale is None and plan.tier_of(Offloaded.OPTIMIZER) is not None),
+        (_PARAMS, scale is None and plan.tier_of(Offloaded.PARAMS) is not None),
+        (_LOSS, plan.loss is Loss.CHUNKED),
+        (_TILES, plan.tiling > 1),
+        (_GRADIENTS, plan.gradients is Gradients.RELEASE),
     )
     return [text.strip("\n") for text in wanted(notes)]
 
 
-_TRAINER_SELECTIVE = f'''
+_SELECTIVE = f'''
 
 def checkpoint_blocks(model):
     """TrainingArguments takes no functions: call this before Trainer(model=model, args=args)."""{SELECTIVE_CONTEXT}
     model.activation_checkpointing_enable({{"use_reentrant": False, "context_fn": contexts}})
 '''
 
-_TRAINER_BUDGET = """
+_BUDGET = """
 # TrainingArguments cannot choose blocks by what they keep: its every_n_layers takes blocks by number alone. Call
 # checkpoint_blocks of memlab.export(plan, to="torch") before Trainer(model=model, args=args), on one of your batches"""
 
-_TRAINER_PURE_BF16 = '''
+_PURE_BF16 = '''
 
 def to_bf16(model):
     """bf16=True would keep fp32 weights: call this before Trainer(model=model, args=args) instead."""
     return model.to(torch.bfloat16)
 '''
 
-_TRAINER_ACTIVATIONS = '''
+_ACTIVATIONS = '''
 
 class OffloadingTrainer(Trainer):
     """Use it in place of Trainer: TrainingArguments offloads only what checkpointing keeps."""{disk}
@@ -126,30 +126,30 @@ class OffloadingTrainer(Trainer):
             return super().compute_loss(*args, **kwargs)
 '''
 
-_TRAINER_WEIGHTS = """
+_WEIGHTS = """
 # These arguments leave the weights in the format they were loaded in, and this plan wants them in fp32:
 # from_pretrained(..., dtype=torch.float32), or model.float() before Trainer(model=model, args=args)"""
 
-_TRAINER_STATE = """
+_STATE = """
 # TrainingArguments cannot offload optimizer state on one device. Pass it the DeepSpeed file of this plan:
 # TrainingArguments(..., deepspeed="deepspeed.json"), with deepspeed.json from memlab.export(plan, to="deepspeed")"""
 
-_TRAINER_PARAMS = """
+_PARAMS = """
 # TrainingArguments cannot offload parameters on one device. The DeepSpeed file of this plan does (ZeRO-3):
 # TrainingArguments(..., deepspeed="deepspeed.json"), with deepspeed.json from memlab.export(plan, to="deepspeed")"""
 
-_TRAINER_LOSS = """
+_LOSS = """
 # TrainingArguments cannot chunk the loss by itself. use_liger_kernel=True does it for the models Liger knows
 # (CUDA, pip install liger-kernel); for others see chunked_loss in memlab.export(plan, to="torch")"""
 
 
-_TRAINER_TILES = """
+_TILES = """
 # TrainingArguments cannot tile feed-forward parts: call tile_feed_forwards of memlab.export(plan, to="torch")
 # before Trainer(model=model, args=args)"""
 
-_TRAINER_GRADIENTS = """
+_GRADIENTS = """
 # TrainingArguments cannot free gradients in the backward pass: see update_in_backward in
 # memlab.export(plan, to="torch"). Trainer takes the norm of all gradients in every step, which needs all of them"""
 
 
-_TRAINER_DISK = "\n\n    # the plan says disk: Trainer has nothing for files, this keeps the activations in host memory"
+_DISK = "\n\n    # the plan says disk: Trainer has nothing for files, this keeps the activations in host memory"
