@@ -21,8 +21,8 @@ from memlab.measuring.device import Device, TimeMark
 from memlab.measuring.observation import Observation
 from memlab.plan import Plan
 from memlab.records import Measurement, StepRecord, TimelinePoint, measurement_of_steps
+from memlab.records.measurement import WARMUP_STEPS
 
-_WARMUP_STEPS = 1
 # steps are watched two in a row: the second knows what the first left alive
 OBSERVED_IN_A_ROW = 2
 LEAST_STEPS_BETWEEN = 50
@@ -284,22 +284,16 @@ class Times:
     def _reduced(self, period: Period, timed: Sequence[_TimedStep]) -> Measurement:
         """Reduce a period: memory of these steps, times of those that are settled and of earlier periods of the plan."""
         timeline = period.reduce()
-        measured = measurement_of_steps(
+        settled = (step.record.seconds for step in self._settled(timed))
+        return measurement_of_steps(
             period.plan,
             self._device.name,
             [step.record for step in timed],
-            warmup=_WARMUP_STEPS,
+            (*self._seconds_before(period), *settled),
             breakdown=self._device.breakdown(timeline, *period.peaks, period.elsewhere_bytes) if timeline else {},
             timeline=timeline,
             host_bytes=period.host_bytes,
             driver_bytes=period.driver_bytes,
-        )
-        settled = [step.record.seconds for step in self._settled(timed)]
-        seconds = (*self._seconds_before(period), *settled)
-        return replace(
-            measured,
-            step_seconds=seconds or measured.step_seconds,
-            is_warm=bool(seconds),
             waited_share=period.waiting.share,
         )
 
@@ -315,7 +309,7 @@ class Times:
     def _settled(self, timed: Sequence[_TimedStep]) -> list[_TimedStep]:
         """Steps after the warm-up that no ledger slowed down."""
         every = self._device.observes_every_step
-        return [step for step in timed[_WARMUP_STEPS:] if every or not step.observed]
+        return [step for step in timed[WARMUP_STEPS:] if every or not step.observed]
 
 
 def steps_between_observations(observed_seconds: Sequence[float], plain_seconds: Sequence[float]) -> int:

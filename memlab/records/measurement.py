@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -118,6 +118,8 @@ def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoin
 # what is live and belongs to no model, where parts are told by model
 LOOP = "the loop"
 
+# steps whose times do not count
+WARMUP_STEPS = 1
 # with fewer timed steps than this a speed is shown, and compared with no other
 SETTLED_STEPS = 5
 
@@ -286,20 +288,19 @@ def out_of_memory(plan: Plan, device: str, capacity_bytes: int, asked: str) -> M
 def measurement_of_steps(
     plan: Plan,
     device: str,
-    steps: Iterable[StepRecord],
+    steps: Sequence[StepRecord],
+    settled_seconds: tuple[float, ...] = (),  # times that count; without any, those of the first steps stand for them
     *,
-    warmup: int,
     breakdown: Mapping[str, int],
     timeline: tuple[TimelinePoint, ...],
     host_bytes: int = 0,
     driver_bytes: int | None = None,
+    waited_share: float = 0.0,
 ) -> Measurement:
     """Reduce the steps run under one plan to a measurement."""
-    records = list(steps)
-    timed = records[warmup:] if len(records) > warmup else records
-    peaks = [r.peak_allocated_bytes for r in records if r.peak_allocated_bytes is not None]
-    reserved = [r.peak_reserved_bytes for r in records if r.peak_reserved_bytes is not None]
-    count = max(1, len(records))
+    peaks = [r.peak_allocated_bytes for r in steps if r.peak_allocated_bytes is not None]
+    reserved = [r.peak_reserved_bytes for r in steps if r.peak_reserved_bytes is not None]
+    count = max(1, len(steps))
     return Measurement(
         plan=plan.label,
         device=device,
@@ -309,8 +310,10 @@ def measurement_of_steps(
         driver_bytes=driver_bytes,
         breakdown=breakdown,
         timeline=timeline,
-        step_seconds=tuple(r.seconds for r in timed),
-        samples_per_step=sum(r.samples for r in records) / count,
-        tokens_per_step=sum(r.tokens for r in records) / count,
-        losses=tuple(r.loss for r in records if r.loss is not None),
+        step_seconds=settled_seconds or tuple(r.seconds for r in steps[WARMUP_STEPS:] or steps),
+        samples_per_step=sum(r.samples for r in steps) / count,
+        tokens_per_step=sum(r.tokens for r in steps) / count,
+        losses=tuple(r.loss for r in steps if r.loss is not None),
+        is_warm=bool(settled_seconds),
+        waited_share=waited_share,
     )

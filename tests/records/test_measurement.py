@@ -205,15 +205,17 @@ def test_steps_reduce_to_a_measurement() -> None:
         StepRecord(2, "--fp16", 0.5, 4, 40, None, 2600, 2.0),
         StepRecord(3, "--fp16", 0.7, 4, 40, 1000, None, None),
     ]
-    m = measurement_of_steps(Plan.parse("--fp16"), "cpu", iter(steps), warmup=1, breakdown={}, timeline=())
+    m = measurement_of_steps(Plan.parse("--fp16"), "cpu", steps, breakdown={}, timeline=())
     assert (m.plan, m.peak_allocated_bytes, m.peak_reserved_bytes) == ("--fp16", 2000, 2600)
-    assert (m.step_seconds, m.losses) == ((0.5, 0.7), (3.0, 2.0))
+    assert (m.step_seconds, m.is_warm, m.losses) == ((0.5, 0.7), False, (3.0, 2.0))
     assert (m.samples_per_step, m.tokens_per_step) == (4, 40)
+    settled = measurement_of_steps(Plan.parse("--fp16"), "cpu", steps, (0.6,), breakdown={}, timeline=())
+    assert (settled.step_seconds, settled.is_warm) == ((0.6,), True)
 
 
-def test_fewer_steps_than_the_warm_up_are_all_timed() -> None:
+def test_a_first_step_alone_is_timed() -> None:
     steps = [StepRecord(1, "as written", 2.0, 4, 0)]
-    m = measurement_of_steps(Plan(), "cpu", steps, warmup=2, breakdown={}, timeline=())
+    m = measurement_of_steps(Plan(), "cpu", steps, breakdown={}, timeline=())
     assert m.step_seconds == (2.0,)
     assert m.peak_reserved_bytes is None
 
