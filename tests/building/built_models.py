@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers as hf
+from torch import nn
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _IDS = {"bos_token_id": 0, "eos_token_id": 0}
@@ -24,3 +26,7 @@ def families() -> dict[str, tuple[Any, Any]]:
         "BEiT": (hf.BeitForImageClassification, beit),
         "Mamba": (hf.MambaForCausalLM, mamba),
     }
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}

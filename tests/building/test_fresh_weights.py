@@ -13,15 +13,11 @@ from torch import nn
 import memlab
 from memlab.building.gradual import Gradual
 from memlab.errors import BuildError
-from tests.building.built_models import families
+from tests.building.built_models import families, tensors
 from tests.building.conftest import LooksAtValues, Rotary, Tied, WritesLate, copied_layers, plain, recurrent
 
 FACTORIES = [plain, copied_layers, recurrent, Tied, WritesLate, LooksAtValues]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 def both_ways(factory: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:

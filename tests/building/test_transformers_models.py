@@ -14,7 +14,7 @@ import memlab
 from memlab.building import pretrained
 from memlab.building.target import BuildTarget
 from memlab.errors import BuildError, MissingExtraError
-from tests.building.built_models import families
+from tests.building.built_models import families, tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -22,10 +22,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(params=["GPT-2", "Llama", "BERT"])
 def family(request):
     return families()[request.param]
-
-
-def tensors(model):
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

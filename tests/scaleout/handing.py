@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from memlab import Workload, launch
 from tests.helpers.needs import needs
 from tests.scaleout.runs import gpt2, trained
 
 
+def case(flags: str, *others: Any, **options: Any) -> Any:
+    """Flags, and what goes with them, as a case of a test; it is skipped where what they need is missing."""
+    return pytest.param(flags, *others, marks=[needs(extra="deepspeed")] if "zero" in flags else [], **options)
+
+
 def engines(*flags: str) -> list[Any]:
-    """Flags as parameters of a test, skipped where what they need is missing."""
-    return [pytest.param(f, marks=[needs(extra="deepspeed")] if "zero" in f else []) for f in flags]
+    """Flags as cases of a test."""
+    return [case(each) for each in flags]
+
+
+def assert_alike(one: nn.Module, other: nn.Module, *, rtol: float, atol: float) -> None:
+    """Two models have the same weights, up to rounding."""
+    for (name, here), there in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(here, there, rtol=rtol, atol=atol, msg=partial("{}: {}".format, name))
 
 
 def handed_over(

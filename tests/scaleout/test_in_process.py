@@ -29,6 +29,8 @@ from memlab.session import Session
 from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.helpers.snapshots import changed_between
+from tests.scaleout import handing
+from tests.scaleout.handing import assert_alike, case
 from tests.scaleout.live_runs import Tower, bert, go, loss_of, tower
 from tests.scaleout.runs import gpt2
 
@@ -45,8 +47,7 @@ ONE_OF_EACH = ("--scale fsdp2", "--scale zero1", "--scale zero2", "--scale zero3
 
 
 def engines(*flags: str) -> Any:
-    marked = [pytest.param(each, marks=[needs(extra="deepspeed")] if "zero" in each else []) for each in flags]
-    return pytest.mark.parametrize("flags", marked)
+    return pytest.mark.parametrize("flags", handing.engines(*flags))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,7 +111,7 @@ def same(one: Workload, other: Workload) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "make"),
     [
-        pytest.param(flags, make, marks=[needs(extra="deepspeed")] if "zero" in flags else [])
+        case(flags, make)
         for make, flagged in ((tower, ENGINES), (gpt2, ONE_OF_EACH), (bert, ONE_OF_EACH[:3]))
         for flags in flagged
     ],
@@ -153,8 +154,7 @@ def test_zero3_adds_up_three_gradients_in_another_order() -> None:
     with fit(workload, "--scale zero3"):
         for run in (reference, workload):
             go(run, 3, 6)
-    for one, other in zip(reference.model.parameters(), workload.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert_alike(reference.model, workload.model, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.few
@@ -368,8 +368,7 @@ def test_a_backward_pass_that_an_engine_cannot_run_gives_the_gradients_of_the_lo
         losses, model = _steps(loop, flags)
         expected, reference = _steps(loop, "")
         assert losses == pytest.approx(expected, rel=1e-6), loop.__name__
-        for one, other in zip(reference.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert_alike(reference, model, rtol=1e-5, atol=1e-6)
 
 
 @engines(*ONE_OF_EACH)
@@ -396,8 +395,7 @@ def test_an_engine_that_ends_between_a_call_and_its_backward_pass(flags: str, th
             optimizer.step()
             optimizer.zero_grad()
             assert loss.item() == pytest.approx(expected[step], rel=1e-6)
-    for one, other in zip(reference.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert_alike(reference, model, rtol=1e-5, atol=1e-6)
 
 
 @engines("--scale zero2", "--scale zero3")
@@ -638,8 +636,7 @@ def test_gradients_that_are_there_already_are_added_to(flags: str, is_first: boo
                 optimizer.step()
                 if step % 2:
                     optimizer.zero_grad()
-    for one, other in zip(reference.model.parameters(), workload.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert_alike(reference.model, workload.model, rtol=1e-5, atol=1e-6)
 
 
 @needs(extra="deepspeed")
@@ -662,8 +659,7 @@ def test_gradients_that_the_loop_replaces_between_two_backward_passes(flags: str
                 loss_of(run, step + 1).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    for one, other in zip(reference.model.parameters(), workload.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert_alike(reference.model, workload.model, rtol=1e-5, atol=1e-6)
 
 
 @needs(extra="deepspeed")

@@ -23,7 +23,7 @@ from memlab.errors import RefusalError, ScaleError
 from memlab.session.snapshot import Snapshot
 from tests.helpers.needs import needs
 from tests.helpers.snapshots import changed_between
-from tests.scaleout.handing import engines, handed_over
+from tests.scaleout.handing import assert_alike, engines, handed_over
 from tests.scaleout.runs import gpt2, texts, trained, trained_by_own_criterion
 
 BATCHES = texts(9)
@@ -49,8 +49,7 @@ def no_process_left() -> Any:
 def test_two_ranks_train_as_one_process_does(flags: str) -> None:
     expected, losses, reference, workload = handed_over(flags, 2, BATCHES)
     assert losses == pytest.approx(expected, rel=1e-6)
-    for (name, here), there in zip(reference.model.named_parameters(), workload.model.parameters(), strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert_alike(reference.model, workload.model, rtol=1e-4, atol=2e-6)
     assert workload.model.lm_head.weight is workload.model.transformer.wte.weight
     for one, other in zip(reference.optimizers[0].param_groups, workload.optimizers[0].param_groups, strict=True):
         assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
@@ -78,7 +77,7 @@ def test_there_and_back_without_a_step_changes_nothing(flags: str) -> None:
     trained(workload, BATCHES[:2])
     before = Snapshot(workload)
     assert launch(lambda: "there", workload, f"--scale {flags}", nproc=2).value == "there"
-    assert differing(workload, before) == []
+    assert changed_between(before, Snapshot(workload)) == []
 
 
 @pytest.mark.few(0, full=1)
@@ -117,10 +116,6 @@ def test_each_rank_says_what_it_needed(capsys: pytest.CaptureFixture[str]) -> No
     assert re.search(r" samples/s · peaks? [0-9.]+ [KM]iB", lines[-1]), lines[-1]
 
 
-def differing(workload: Workload, before: Snapshot) -> list[str]:
-    return changed_between(before, Snapshot(workload))
-
-
 @pytest.mark.few(1, full=1)
 @pytest.mark.usefixtures("no_process_left")
 @pytest.mark.parametrize("how", ["raises", "dies", "hangs", "runs out"])
@@ -155,7 +150,7 @@ def test_a_rank_that_fails_is_named_and_nothing_has_changed(how: str) -> None:
     assert said.startswith(expected[how])
     if how == "raises":
         assert 'raise ValueError("wrong turn")' in caught.value.__notes__[0]
-    assert differing(workload, before) == []
+    assert changed_between(before, Snapshot(workload)) == []
 
 
 @pytest.mark.full
@@ -188,7 +183,7 @@ def test_an_interrupt_ends_all_ranks() -> None:
     with pytest.raises(KeyboardInterrupt):
         launch(train, workload, "--scale ddp", nproc=2, progress=progress)
     assert reached.is_set()
-    assert differing(workload, before) == []
+    assert changed_between(before, Snapshot(workload)) == []
 
 
 _KILLED = """

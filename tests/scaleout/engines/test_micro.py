@@ -11,7 +11,7 @@ from torch import nn
 from memlab import Workload
 from memlab.scaleout.engines.micro import SetAside
 from memlab.techniques.accumulation import micro_outputs
-from tests.scaleout.handing import engines, handed_over
+from tests.scaleout.handing import assert_alike, engines, handed_over
 from tests.scaleout.runs import texts, trained_in_odd_ways
 
 
@@ -35,8 +35,7 @@ def looked_at_late(workload: Workload, batches: Sequence[torch.Tensor]) -> list[
 def test_gradients_add_up_to_those_of_whole_batches(flags: str) -> None:
     expected, losses, reference, workload = handed_over(flags, 2, texts(12), looked_at_late)
     assert losses == pytest.approx(expected, rel=1e-6)
-    for (name, here), there in zip(reference.model.named_parameters(), workload.model.parameters(), strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert_alike(reference.model, workload.model, rtol=1e-4, atol=2e-6)
 
 
 def test_what_is_set_aside_joins_in_when_it_is_asked_for() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from memlab import Workload, launch
 from memlab.errors import RefusalError
 from memlab.scaleout.engines import tp
 from tests.scaleout.engines.test_micro import looked_at_late
-from tests.scaleout.handing import handed_over
+from tests.scaleout.handing import assert_alike, handed_over
 from tests.scaleout.runs import gpt2, llama, qwen, texts, trained
 
 
@@ -29,8 +28,7 @@ def test_two_ranks_train_as_one_process_does(
 ) -> None:
     expected, losses, reference, workload = handed_over(flags, 2, texts(steps), train, make)
     assert losses == pytest.approx(expected, rel=1e-6)
-    for (name, here), there in zip(reference.model.named_parameters(), workload.model.parameters(), strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    assert_alike(reference.model, workload.model, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_share_a_weight_are_cut_alike_or_not_at_all() -> None:

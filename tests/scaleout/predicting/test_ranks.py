@@ -15,8 +15,8 @@ from memlab import Workload, compare_ranks, how_many, predict, predict_ranks
 from memlab.errors import RefusalError, ScaleError, WorkloadError
 from memlab.records.ranks import RankPrediction
 from memlab.session.snapshot import Snapshot
-from tests.helpers.needs import needs
 from tests.helpers.snapshots import changed_between
+from tests.scaleout.handing import case
 from tests.scaleout.ranks import bert, gpt2, perceptron, run, small, workload_of
 
 _FIGURE = 0.03
@@ -24,13 +24,12 @@ _WIRE = 0.03
 
 
 def _case(make: Callable[..., Any], flags: str, nproc: int) -> Any:
-    marks = [needs(extra="deepspeed")] if "zero" in flags else []
-    return pytest.param(make, flags, nproc, marks=marks, id=f"{make.__name__}-{flags}-{nproc}")
+    return case(flags, make, nproc, id=f"{make.__name__}-{flags}-{nproc}")
 
 
 @pytest.mark.few(0, full=1)
 @pytest.mark.parametrize(
-    ("make", "flags", "nproc"),
+    ("flags", "make", "nproc"),
     [
         _case(gpt2, "ddp", 2),
         _case(bert, "fsdp2 --checkpoint --bf16", 2),
