@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+
+import numpy as np
 
 from memlab.errors import BudgetError, MissingExtraError, RefusalError, WorkloadError
 from memlab.hardware.gpus import gpu_for
@@ -290,7 +291,7 @@ _Part = tuple[str, ...]
 class Corrections:
     """Logarithms of measured over predicted, as the sum of one overall error and one of each setting.
 
-    Linear regression with normal priors, learnt one observation at a time.
+    Gaussian process regression: the errors of two plans covary by what they have in common.
 
     Args:
         overall: standard deviation of the error that all plans share.
@@ -306,38 +307,32 @@ class Corrections:
 
     def __init__(self, overall: float, setting: float, *, has_doubts: bool = False) -> None:
         self._overall, self._setting, self._has_doubts = overall, setting, has_doubts
-        self._mean: dict[_Part, float] = {}
-        self._covariance: dict[tuple[_Part, _Part], float] = {}
+        self._seen: list[Plan] = []
+        self._errors: list[float] = []
+        self._noise: list[float] = []
+        self._observed = np.empty((0, 0))  # covariance of the errors seen, with their noise
 
     def expected(self, plan: Plan) -> tuple[float, float]:
         """Mean and standard deviation of the error of a plan."""
-        parts = _parts(plan)
-        variance = sum(self._between(a, b) for a, b in product(parts, parts))
-        return sum(self._mean.get(part, 0.0) for part in parts), math.sqrt(max(0.0, variance))
+        shared = np.array([self._covariance(plan, each) for each in self._seen])
+        mean, explained = shared @ np.linalg.solve(self._observed, np.column_stack([self._errors, shared]))
+        return float(mean), math.sqrt(max(0.0, self._covariance(plan, plan) - explained))
 
     def deviation_before(self, plan: Plan) -> float:
         """Standard deviation of the error before anything was learnt."""
-        return math.sqrt(sum(self._prior(part) for part in _parts(plan)))
+        return math.sqrt(self._covariance(plan, plan))
 
     def learn(self, plan: Plan, error: float, noise: float) -> None:
         """Take in the error of one plan."""
-        parts = _parts(plan)
-        known = {part for pair in self._covariance for part in pair} | set(parts)
-        towards = {part: sum(self._between(part, other) for other in parts) for part in known}
-        variance = sum(towards[part] for part in parts) + noise**2
-        surprise = error - sum(self._mean.get(part, 0.0) for part in parts)
-        for part in known:
-            self._mean[part] = self._mean.get(part, 0.0) + towards[part] * surprise / variance
-        self._covariance = {
-            (a, b): self._between(a, b) - towards[a] * towards[b] / variance for a, b in product(known, known)
-        }
+        self._seen.append(plan)
+        self._errors.append(error)
+        self._noise.append(noise)
+        among = [[self._covariance(one, other) for other in self._seen] for one in self._seen]
+        self._observed = np.array(among) + np.diag(np.square(self._noise))
 
-    def _between(self, a: _Part, b: _Part) -> float:
-        """Covariance of two parts; a part that was in no observation is still as its prior."""
-        found = self._covariance.get((a, b))
-        if found is not None:
-            return found
-        return self._prior(a) if a == b else 0.0
+    def _covariance(self, one: Plan, other: Plan) -> float:
+        """Covariance of the errors of two plans before anything was learnt."""
+        return sum(self._prior(part) for part in _parts(one) if part in _parts(other))
 
     def _prior(self, part: _Part) -> float:
         if not part:
