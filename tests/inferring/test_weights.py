@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memlab.inferring.weights import HalfWeights
+from memlab.measuring.ledger import Ledger
 from memlab.plan import Precision
-from memlab.techniques.offload.spill import is_spilled
 from tests.inferring.small_models import PROMPT, gpt2, llama, plain
 
 
@@ -69,9 +69,10 @@ def test_the_rest_can_be_put_back_once_there_is_room(monkeypatch: pytest.MonkeyP
 def test_what_is_kept_takes_no_memory_of_the_device() -> None:
     model = plain()
     half = HalfWeights(model, Precision.BF16)
-    half.convert()
+    with Ledger() as ledger:
+        half.convert()
     assert half.host_bytes == sum(4 * p.numel() for p in model.parameters())
-    assert all(is_spilled(own.untyped_storage()) for _, own, _ in half._own)
+    assert ledger.live_bytes == sum(2 * p.numel() for p in model.parameters())
     half.restore()
 
 

@@ -486,10 +486,10 @@ def test_ctrl_c_ends_a_pause(control: Control, workload: Workload, monkeypatch: 
         cell.train(1)
         control.pause()
 
-        def interrupted(_seconds: float) -> bool:
+        def interrupted() -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(control.loop.hold._go, "wait", interrupted)
+        monkeypatch.setattr(control.loop.hold, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cell.train(1)
     assert control.moment().activity is Activity.IDLE

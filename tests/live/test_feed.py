@@ -79,12 +79,13 @@ def test_whatever_comes_is_bounded_in_order_and_as_high(
 @settings(deadline=None)
 @given(st.lists(st.floats(0.01, 10), min_size=60, max_size=800))
 def test_mean_speed_survives(times: list[float]) -> None:
-    track = track_of([point(n, seconds=seconds) for n, seconds in enumerate(times, 1)], most=100, newest=20)
-    stretches = [*track._older, *track._newest]
-    assert sum(s.steps for s in stretches) == len(times)
-    assert sum(s.point.seconds * s.steps for s in stretches) == pytest.approx(sum(times))
-    for stretch in stretches:
-        assert stretch.point.samples_per_second * stretch.point.seconds == pytest.approx(8)
+    points = track_of([point(n, seconds=seconds) for n, seconds in enumerate(times, 1)], most=100, newest=20).points
+    # each stands for the steps up to the next
+    edges = [*(p.step for p in points), len(times) + 1]
+    assert sum(p.seconds * (stop - start) for p, (start, stop) in zip(points, pairwise(edges), strict=True)) == (
+        pytest.approx(sum(times))
+    )
+    assert all(p.samples_per_second * p.seconds == pytest.approx(8) for p in points)
 
 
 def test_a_slow_watched_step_is_not_the_speed_of_its_stretch() -> None:
