@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memlab.exporting import TARGETS
+from memlab.live.effects import effect_of
 from memlab.live.live_model import NEEDS_LOSS
-from memlab.live.live_predictions import effect_of
 from memlab.live.source import Can, Source
 from memlab.plan import FIELDS, PlanField
 from memlab.records.live_state import Activity, Asked, Moment

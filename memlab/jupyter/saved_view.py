@@ -9,7 +9,7 @@ from uuid import uuid4
 from memlab.errors import PlanError
 from memlab.extras import available
 from memlab.jupyter import display
-from memlab.live.live_predictions import effect_of
+from memlab.live.effects import effect_of
 from memlab.live.source import Source
 from memlab.plan import FIELDS
 from memlab.records import Measurement

@@ -1,12 +1,10 @@
-"""Predictions for the settings of a live run: made a plan at a time (`LivePredictions`), while nothing trains (`Predicting`), and told as effects of single settings."""
+"""Predictions for the settings of a live run: made a plan at a time (`LivePredictions`), while nothing trains (`Predicting`)."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.errors import MemlabError, PlanError, TraceError
@@ -15,16 +13,14 @@ from memlab.live.live_loop import LiveLoop
 from memlab.live.source import Can
 from memlab.live.stage import Playing
 from memlab.measuring.runs import rows_of
-from memlab.plan import FIELDS, Plan, PlanField
-from memlab.plan.fields import BY_NAME
+from memlab.plan import FIELDS, Plan
 from memlab.predicting import predict_each
-from memlab.records import Fit, Measurement, Prediction, Verdict, fastest, prediction_of, ratio
-from memlab.records.live_state import Moment
+from memlab.records import Fit, Measurement, Prediction, fastest
 from memlab.runtime.batch import Batch
 from memlab.runtime.workload import Workload
 from memlab.search.finding import considered
 from memlab.session.tape import tape_of
-from memlab.units import format_bytes, format_change, format_difference
+from memlab.units import format_bytes
 
 # between the end of a cell and predictions: where many cells run one after another, each would wait for one
 _QUIET_SECONDS = 0.5
@@ -94,6 +90,23 @@ class LivePredictions:
                 f"{format_bytes(smallest.needed_bytes)}"
             )
         return Plan.of_label(best.plan)
+
+
+def settings_beside(plan: Plan) -> tuple[Plan, ...]:
+    """The plan itself, and every plan that differs from it in one setting, without repetition.
+
+    Example:
+        >>> [each.label for each in settings_beside(Plan())][:4]
+        ['as written', '--accumulate 2', '--accumulate 4', '--accumulate 8']
+    """
+    beside = [plan]
+    for spec in FIELDS:
+        for text in spec.choices if spec.is_predicted else ():
+            try:
+                beside.append(plan.with_setting(spec.name, text))
+            except PlanError:  # excluded by another setting
+                continue
+    return tuple(dict.fromkeys(beside))
 
 
 def calibration(measurements: Iterable[Measurement], workload: Workload) -> Measurement | None:
@@ -171,83 +184,3 @@ class Predicting:
             # a cell came in between: the rest is predicted when it has ended
             self.predict()
         self._loop.views.draw()
-
-
-@dataclass(frozen=True)
-class PredictedEffect:
-    """The difference one setting makes, beside the other settings as they are."""
-
-    plan: Plan  # the plan with the setting
-    change_bytes: int = 0  # what the plan needs with it, less what it needs without
-    of_bytes: int = 0  # what the plan needs without it
-    # samples per second with it, as a share of those without; NaN where no time is predicted
-    speed_ratio: float = math.nan
-    verdict: Verdict | None = None  # whether the plan with it fits the budget; None without a budget
-    refused: str = ""  # why it does not apply; empty when it does, and then the numbers count
-    is_near: bool = False  # predicted beside other settings than those in force, because no more is known yet
-
-    @property
-    def text(self) -> str:
-        """The effect in a few words.
-
-        Example:
-            >>> PredictedEffect(Plan.parse("--checkpoint"), -2 * 2**30, 8 * 2**30, 0.75).text
-            '−2.00 GiB · −25 % speed'
-        """
-        if self.refused:
-            return "does not apply"
-        parts = [f"{'≈ ' if self.is_near else ''}{format_difference(self.change_bytes, self.of_bytes)}"]
-        if not math.isnan(self.speed_ratio):
-            parts.append(f"{format_change(self.speed_ratio)} speed")
-        if self.verdict is not None and self.verdict.fit is Fit.NO:
-            parts.append("over budget")
-        return " · ".join(parts)
-
-
-def settings_beside(plan: Plan) -> tuple[Plan, ...]:
-    """The plan itself, and every plan that differs from it in one setting, without repetition.
-
-    Example:
-        >>> [each.label for each in settings_beside(Plan())][:4]
-        ['as written', '--accumulate 2', '--accumulate 4', '--accumulate 8']
-    """
-    beside = [plan]
-    for spec in FIELDS:
-        for text in spec.choices if spec.is_predicted else ():
-            try:
-                beside.append(plan.with_setting(spec.name, text))
-            except PlanError:  # excluded by another setting
-                continue
-    return tuple(dict.fromkeys(beside))
-
-
-def effect_of(moment: Moment, field: str, text: str) -> PredictedEffect | None:
-    """Return what a setting gives beside the others that are in force or pending."""
-    spec = BY_NAME[field]
-    beside = moment.pending or moment.plan
-    for base in dict.fromkeys((beside, Plan())):
-        found = _effect(moment, base, spec, text)
-        if found is not None:
-            # whether it fits is not known where the plan it was predicted for is another one
-            return found if base == beside else replace(found, verdict=None, is_near=True)
-    return None
-
-
-def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> PredictedEffect | None:
-    try:
-        there, without = (base.with_setting(spec.name, each) for each in (text, spec.choices[0]))
-    except PlanError as error:
-        return PredictedEffect(base, refused=str(error))
-    predicted = next((each for each in moment.predictions if each.plan == there.label), None)
-    if predicted is not None and predicted.refused:
-        return PredictedEffect(there, refused=predicted.refused)
-    before = prediction_of(without.label, moment.predictions)
-    if predicted is None or before is None or before.refused:
-        return None
-    return PredictedEffect(
-        plan=there,
-        change_bytes=predicted.needed_bytes - before.needed_bytes,
-        of_bytes=before.needed_bytes,
-        speed_ratio=ratio(predicted.samples_per_second, before.samples_per_second),
-        verdict=predicted.verdict(moment.budget_bytes) if moment.budget_bytes is not None else None,
-    )

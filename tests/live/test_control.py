@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from memlab.live.control import Control, control_of
-from memlab.live.live_predictions import effect_of
+from memlab.live.effects import effect_of
 from memlab.live.source import Can
 from memlab.live.stage import Cancelled
 from memlab.measuring.device import device_for

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from memlab.live.live_predictions import effect_of, settings_beside
+from memlab.live.effects import effect_of
+from memlab.live.live_predictions import settings_beside
 from memlab.plan import FIELDS, Plan
 from memlab.records import Fit, Prediction
 from memlab.records.live_state import Activity, Moment
