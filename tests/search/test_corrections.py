@@ -7,7 +7,7 @@ import math
 import pytest
 
 from memlab.plan import Plan
-from memlab.search.deciding import Corrections, settings_of
+from memlab.search.corrections import Corrections, settings_of
 
 HALF, BOTH = Plan.parse("--bf16"), Plan.parse("--bf16 --accumulate 4")
 
