@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memlab.scaleout.predicting.ranks import linear_as_in_stage_3
+from memlab.scaleout.predicting.zero3_linear import linear_as_in_stage_3
 
 
 @pytest.mark.parametrize("bias", [True, False])
