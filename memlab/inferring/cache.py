@@ -34,12 +34,9 @@ def is_cache(value: Any) -> bool:
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__)
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Every tensor that something is made of; each object is looked at once."""
-    yield from _tensors(value, set())
-
-
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -53,7 +50,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     else:
         parts = getattr(value, "__dict__", {}).values()
     for part in parts:
-        yield from _tensors(part, seen)
+        yield from tensors_of(part, seen)
 
 
 def bytes_of(tensors: Iterable[torch.Tensor], device_type: str) -> int:
