@@ -1,4 +1,4 @@
-"""The engines by name; only the chosen one's library is imported."""
+"""The engines by name. DeepSpeed is imported when an engine of its own starts."""
 
 from __future__ import annotations
 
@@ -6,32 +6,21 @@ from memlab.plan import Plan, ScaleOut
 from memlab.plan.scale import Scale
 from memlab.runtime.workload import Workload
 from memlab.scaleout.engines.base import Ddp, Engine
+from memlab.scaleout.engines.fsdp2 import Fsdp2, LiveFsdp2
+from memlab.scaleout.engines.live_zero import LiveZero
+from memlab.scaleout.engines.tp import Tp
+from memlab.scaleout.engines.zero import Zero
 from memlab.scaleout.in_process import InProcessEngine
+
+# all stages of ZeRO are one
+_ENGINES: dict[str, type[Engine]] = {"ddp": Ddp, "fsdp2": Fsdp2, "tp": Tp}
 
 
 def engine_for(scale: Scale) -> type[Engine]:
-    """Return the engine of a scale on one rank; all stages of ZeRO are one."""
-    if scale.engine == "ddp":
-        return Ddp
-    if scale.engine == "fsdp2":
-        from memlab.scaleout.engines.fsdp2 import Fsdp2
-
-        return Fsdp2
-    if scale.engine == "tp":
-        from memlab.scaleout.engines.tp import Tp
-
-        return Tp
-    from memlab.scaleout.engines.zero import Zero
-
-    return Zero
+    """Return the engine of a scale on one rank."""
+    return _ENGINES.get(scale.engine, Zero)
 
 
 def live_engine(plan: Plan, workload: Workload) -> InProcessEngine:
     """The engine of a plan in this process."""
-    if plan.scale is ScaleOut.FSDP2:
-        from memlab.scaleout.engines.fsdp2 import LiveFsdp2
-
-        return LiveFsdp2(plan, workload)
-    from memlab.scaleout.engines.live_zero import LiveZero
-
-    return LiveZero(plan, workload)
+    return LiveFsdp2(plan, workload) if plan.scale is ScaleOut.FSDP2 else LiveZero(plan, workload)
