@@ -36,13 +36,14 @@ class Corrections:
         self._seen: list[Plan] = []
         self._errors: list[float] = []
         self._noise: list[float] = []
-        self._observed = np.empty((0, 0))  # covariance of the errors seen, with their noise
+        # of the covariance of the errors seen, with their noise; and what each counts towards another plan's mean
+        self._inverse, self._weights = np.empty((0, 0)), np.empty(0)
 
     def expected(self, plan: Plan) -> tuple[float, float]:
         """Mean and standard deviation of the error of a plan."""
         shared = np.array([self._covariance(plan, each) for each in self._seen])
-        mean, explained = shared @ np.linalg.solve(self._observed, np.column_stack([self._errors, shared]))
-        return float(mean), math.sqrt(max(0.0, self._covariance(plan, plan) - explained))
+        explained = shared @ self._inverse @ shared
+        return float(shared @ self._weights), math.sqrt(max(0.0, self._covariance(plan, plan) - explained))
 
     def deviation_before(self, plan: Plan) -> float:
         """Standard deviation of the error before anything was learnt."""
@@ -54,7 +55,8 @@ class Corrections:
         self._errors.append(error)
         self._noise.append(noise)
         among = [[self._covariance(one, other) for other in self._seen] for one in self._seen]
-        self._observed = np.array(among) + np.diag(np.square(self._noise))
+        self._inverse = np.linalg.inv(np.array(among) + np.diag(np.square(self._noise)))
+        self._weights = self._inverse @ self._errors
 
     def _covariance(self, one: Plan, other: Plan) -> float:
         """Covariance of the errors of two plans before anything was learnt."""
