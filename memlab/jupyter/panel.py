@@ -25,7 +25,7 @@ from memlab.jupyter.main_thread import MainThread
 from memlab.jupyter.panel_page import PanelPage, require_widgets, shows_widgets
 from memlab.jupyter.saved_view import SavedView, as_text, tried_as_html
 from memlab.live.control import Control, control_of
-from memlab.live.replaying import Replay
+from memlab.live.replaying import RunReplay
 from memlab.live.source import Source
 from memlab.records.live_state import Asked, Moment
 from memlab.records.run_record import RunRecord
@@ -254,7 +254,7 @@ def open_recorded(opened: Panels, shell: Shell, record: RunRecord) -> bool:
     """Show a panel on a recorded run; False where there is no page to show it."""
     if not is_rich(shell):
         return False
-    replay = Replay(record)
+    replay = RunReplay(record)
     made = opened.open(shell, replay)
     if made is None:
         return False

@@ -1,4 +1,4 @@
-"""`Replay`: a recorded run, looked at and steered as a live one.
+"""`RunReplay`: a recorded run, looked at and steered as a live one.
 
 1. It opens at the end, with everything there is to see. `run` plays it from the first step, in twenty seconds at most.
 2. Time passes in `tick`, which a view calls from a timer: nothing runs by itself here.
@@ -40,7 +40,7 @@ _SHORTEST_SECONDS = 4.0
 _FASTER = 2.0
 
 
-class Replay:
+class RunReplay:
     """A recorded run; a `memlab.live.source.Source`."""
 
     def __init__(self, record: RunRecord, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memlab.errors import SessionError
-from memlab.live.replaying import Replay
+from memlab.live.replaying import RunReplay
 from memlab.live.source import Can, Source
 from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Prediction, Rescue, StepRecord
@@ -81,13 +81,13 @@ def recorded(**more: Any) -> RunRecord:
     return RunRecord(**{**whole, **more})
 
 
-def toggle(replay: Replay, field: str) -> tuple[str, str]:
+def toggle(replay: RunReplay, field: str) -> tuple[str, str]:
     found = next(each for each in replay.moment().toggles if each.field == field)
     return found.value, found.text
 
 
 def test_it_opens_at_the_end_with_everything() -> None:
-    source: Source = Replay(recorded())
+    source: Source = RunReplay(recorded())
     moment = source.moment()
     record = recorded()
     assert (moment.title, moment.activity, moment.step) == (record.comparison.title, Activity.OVER, LAST_STEP)
@@ -105,7 +105,7 @@ def test_it_opens_at_the_end_with_everything() -> None:
 
 
 def test_it_plays_faster_than_the_run_from_the_first_step() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     assert replay.playing_seconds == pytest.approx(12.5)  # 25 s in half the time
     replay.run(keep=False)
     first = replay.moment()
@@ -130,12 +130,12 @@ def test_it_plays_faster_than_the_run_from_the_first_step() -> None:
 )
 def test_a_recording_plays_in_four_to_twenty_seconds(step_seconds: float, playing: float) -> None:
     points = tuple(replace(each, seconds=step_seconds) for each in recorded().points)
-    assert Replay(recorded(points=points)).playing_seconds == pytest.approx(playing)
+    assert RunReplay(recorded(points=points)).playing_seconds == pytest.approx(playing)
 
 
 def test_gaps_between_thinned_points_take_their_time() -> None:
     points = tuple(replace(recorded().points[0], step=step) for step in (1, 2, 99, 100))
-    replay = Replay(recorded(points=points))
+    replay = RunReplay(recorded(points=points))
     replay.run(keep=False)
     replay.advance(replay.playing_seconds * 0.97)
     assert replay.moment().step == 2
@@ -143,7 +143,7 @@ def test_gaps_between_thinned_points_take_their_time() -> None:
 
 def test_ticks_follow_the_clock() -> None:
     now = 0.0
-    replay = Replay(recorded(), clock=lambda: now)
+    replay = RunReplay(recorded(), clock=lambda: now)
     assert not replay.tick()
     now = 50.0
     replay.run(keep=False)
@@ -164,7 +164,7 @@ def test_ticks_follow_the_clock() -> None:
 
 
 def test_pause_resume_and_to_the_end() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.pause()
     replay.resume()
     assert replay.moment().activity is Activity.OVER
@@ -185,7 +185,7 @@ def test_pause_resume_and_to_the_end() -> None:
 
 
 def test_settings_show_the_plan_then_in_force() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.run(keep=False)
     assert toggle(replay, "accumulation") == ("1", "")
     replay.advance(9)
@@ -195,7 +195,7 @@ def test_settings_show_the_plan_then_in_force() -> None:
 
 
 def test_a_recorded_setting_is_gone_to() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.ask_plan(Plan.parse("--accumulate 4"))
     moment = replay.moment()
     assert (moment.step, moment.plan, moment.activity) == (20, Plan.parse("--accumulate 4"), Activity.PAUSED)
@@ -212,7 +212,7 @@ def test_a_recorded_setting_is_gone_to() -> None:
 
 
 def test_while_it_plays_it_goes_on_from_there() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.run(keep=False)
     replay.ask_plan(Plan.parse("--accumulate 4 --fp16"))
     assert (replay.moment().step, replay.moment().activity) == (31, Activity.REPLAYING)
@@ -221,7 +221,7 @@ def test_while_it_plays_it_goes_on_from_there() -> None:
 
 
 def test_a_setting_measured_apart_is_shown_with_the_whole_recording() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.run(keep=False)
     replay.ask("checkpointing", "full")
     moment = replay.moment()
@@ -242,7 +242,7 @@ def test_a_setting_measured_apart_is_shown_with_the_whole_recording() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_recorded_is_refused_with_what_was_predicted(field: str, text: str, reason: str) -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.ask_plan(Plan())
     replay.ask(field, text)
     found = next(each for each in replay.moment().toggles if each.field == field)
@@ -255,7 +255,7 @@ def test_what_is_not_recorded_is_refused_with_what_was_predicted(field: str, tex
 
 
 def test_a_refused_plan_marks_every_setting_that_differs() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.ask_plan(Plan())
     replay.ask_plan(Plan.parse("--accumulate 2 --chunk-loss"))
     refused = [each.field for each in replay.moment().toggles if each.asked is Asked.REFUSED]
@@ -265,13 +265,13 @@ def test_a_refused_plan_marks_every_setting_that_differs() -> None:
 
 
 def test_an_unknown_field_is_told() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.ask("colour", "red")
     assert replay.moment().errors[0].startswith("no field 'colour' in a plan; there are accumulation")
 
 
 def test_a_plan_of_a_newer_memlab_is_kept_as_text() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     moment = replay.moment()
     assert moment.points[-1].plan == moment.changes[-1].plan == "--quantize 4"
     assert moment.plan == Plan()
@@ -285,12 +285,12 @@ def test_a_plan_of_a_newer_memlab_is_kept_as_text() -> None:
 @pytest.mark.parametrize("label", ["--precision int4", "what 'ever", "--accumulate", ""])
 def test_labels_that_are_no_plan_are_shown_as_they_are(label: str) -> None:
     points = (replace(recorded().points[0], plan=label),)
-    moment = Replay(recorded(points=points, changes=())).moment()
+    moment = RunReplay(recorded(points=points, changes=())).moment()
     assert (moment.plan, moment.points[0].plan) == (Plan(), label)
 
 
 def test_the_fastest_that_fits_is_found_among_what_is_recorded() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.set_budget(4 * GIB)
     replay.find()
     assert replay.moment().plan == Plan.parse("--accumulate 4 --fp16")
@@ -305,7 +305,7 @@ def test_the_fastest_that_fits_is_found_among_what_is_recorded() -> None:
 
 
 def test_what_needs_a_model_is_told_to_be_impossible() -> None:
-    replay = Replay(recorded())
+    replay = RunReplay(recorded())
     replay.predict()
     replay.undo()
     assert replay.moment().errors == (
@@ -323,7 +323,7 @@ def test_a_file_of_the_first_format_plays_its_steps() -> None:
     steps = tuple(StepRecord(n, plan_at(n), 0.5, 8 if n > 1 else 0, 0, 100 + n) for n in range(1, LAST_STEP + 1))
     old = json.loads(RunRecord(recorded().comparison, steps, {"torch": "2.13.0"}).to_json())
     first_format = {name: old[name] for name in ("comparison", "steps", "versions", "predictions")}
-    replay = Replay(RunRecord.from_json(json.dumps(first_format)))
+    replay = RunReplay(RunRecord.from_json(json.dumps(first_format)))
     moment = replay.moment()
     assert [point.step for point in moment.points] == list(range(1, LAST_STEP + 1))
     assert moment.points[10].live_bytes == {"activations": 4 * GIB}
@@ -336,7 +336,7 @@ def test_a_file_of_the_first_format_plays_its_steps() -> None:
 
 
 def test_a_comparison_without_steps_has_nothing_to_play() -> None:
-    replay = Replay(RunRecord(recorded().comparison))
+    replay = RunReplay(RunRecord(recorded().comparison))
     assert replay.can() == Can.SWITCH
     moment = replay.moment()
     assert (moment.points, moment.step, moment.plan, len(moment.measurements)) == ((), 0, Plan(), 5)
@@ -348,7 +348,7 @@ def test_a_comparison_without_steps_has_nothing_to_play() -> None:
 
 def test_many_points_are_thinned_and_sorted() -> None:
     points = [LivePoint(n, "as written", 0.1, 80.0, n, {}) for n in range(5000, 0, -1)]
-    shown = Replay(recorded(points=tuple(points))).moment().points
+    shown = RunReplay(recorded(points=tuple(points))).moment().points
     assert len(shown) <= 300
     assert (shown[0].step, shown[-1].step) == (1, 5000)
 
@@ -365,7 +365,7 @@ class View:
 
 
 def test_views_are_drawn_when_something_has_changed() -> None:
-    replay, view = Replay(recorded()), View()
+    replay, view = RunReplay(recorded()), View()
     end = replay.watch(view.draw)
     replay.run(keep=False)
     replay.advance(0.01)
@@ -381,7 +381,7 @@ def test_views_are_drawn_when_something_has_changed() -> None:
 
 
 def test_a_view_that_is_dropped_is_drawn_no_more() -> None:
-    replay, view = Replay(recorded()), View()
+    replay, view = RunReplay(recorded()), View()
     replay.watch(view.draw)
     drawn = view.drawn
     del view
@@ -394,7 +394,7 @@ def test_a_view_that_fails_is_told_and_stops_nothing() -> None:
     def failing(moment: Moment) -> None:
         raise RuntimeError("no paper\nno ink")
 
-    replay, view = Replay(recorded()), View()
+    replay, view = RunReplay(recorded()), View()
     replay.watch(failing)
     replay.watch(view.draw)
     replay.run(keep=False)
@@ -418,7 +418,7 @@ asks = st.one_of(
 def test_whatever_is_asked_the_moment_is_one_of_the_recording(pending_changes: list[tuple[Any, ...]]) -> None:
     now = iter(range(10_000))
     record = recorded()
-    replay = Replay(record, clock=lambda: next(now) / 3)
+    replay = RunReplay(record, clock=lambda: next(now) / 3)
     for name, *arguments in pending_changes:
         before = replay.moment().plan
         if name == "run":
