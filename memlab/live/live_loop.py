@@ -30,7 +30,7 @@ class LiveLoop:
         self.lock = threading.RLock()  # of the pending changes, and of what is measured
         self.pending_changes = PendingChanges()
         # whether another cell runs beside the main thread, and may come to train this model
-        self.is_taken: Callable[[], bool] = bool
+        self.is_taken: Callable[[], bool] = lambda: False
         self.playing: Playing | None = None  # steps that a panel runs
         self.hold = Hold()
         self.is_beside = False  # whether the hold is that of another model, whose loop trains this one as well

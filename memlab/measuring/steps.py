@@ -55,9 +55,9 @@ class Meter(Observer):
         model: torch.nn.Module,  # the model that is trained; others may join it
         optimizers: Iterable[torch.optim.Optimizer],  # those known so far
         device: Device,  # what memory is counted on; it stays open when the meter closes
-        host_bytes: Callable[[], int] = int,  # tells how many bytes techniques keep off the device at present
+        host_bytes: Callable[[], int] = lambda: 0,  # tells how many bytes techniques keep off the device at present
         # parts of parameters that techniques keep on the device at present, beside the model
-        held: Callable[[], Iterable[torch.Tensor]] = tuple,
+        held: Callable[[], Iterable[torch.Tensor]] = lambda: (),
     ) -> None:
         self.device = device
         self._ledger = device.ledger()
