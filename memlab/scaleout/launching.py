@@ -174,7 +174,7 @@ def _send(
     everything = tensors.all_of(workload)
     # counts of steps are wanted before tensors are read
     apart = {key: tensor for key, tensor in everything.items() if tensor.dim() or not key.startswith("optimizer.")}
-    job = RankJob(str(scale), workload.name, workload.device.type, capacity_bytes, torch.initial_seed() % 2**31)
+    job = RankJob(str(scale), workload.device.type, capacity_bytes, torch.initial_seed() % 2**31)
     what = {
         "workload": workload, "train": train, "takes_workload": _takes_an_argument(train),
         "random": random_states(workload.device),

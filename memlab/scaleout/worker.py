@@ -54,7 +54,6 @@ class RankJob:
     """Task of a rank; sent with the objects."""
 
     scale: str  # engine and plan, as text
-    name: str  # how the workload is called
     device: str  # "cpu" or "cuda"
     capacity_bytes: int | None  # size of each rank's device; None for its own
     seed: int  # from which the ranks' random numbers start
@@ -72,7 +71,7 @@ class RankLoop:
         self._techniques = techniques
         self._meter = meter
         self._plan = engine.scale.plan
-        self._rows = Rows(engine, self._around, self._plan.accumulation, job.name, job.seed)
+        self._rows = Rows(engine, self._around, self._plan.accumulation, workload.name, job.seed)
         self._meter.plan_changed(self._plan)
         self._name = f"rank {dist.get_rank()}"
         self._last_said = 0
@@ -182,7 +181,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
     dist.init_process_group(backends_for(device), init_method=store, rank=rank, world_size=ranks)
     workload: Workload = opened["workload"]
     scale = Scale.parse(job.scale)
-    techniques = InForce(Workload(workload.model, name=job.name))
+    techniques = InForce(Workload(workload.model, name=workload.name))
     # rows are split again by `rows`, and what is offloaded is the engine's
     techniques.change(replace(scale.plan, offload=(), accumulation=1))
     engine = engine_for(scale)(workload, folder / SENT, device, scale)
@@ -199,7 +198,7 @@ def _work(folder: Path, rank: int, sender: Sender) -> None:
         value = opened["train"](workload) if opened["takes_workload"] else opened["train"]()
         measured = watched.measurement()
     if measured is not None:
-        (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(job.name, (measured,))).to_json())
+        (folder / f"rank{rank}.json").write_text(RunRecord(Comparison(workload.name, (measured,))).to_json())
     techniques.change(Plan())  # moments go back as they came
     engine.save(folder / RESULTS)
     if rank == 0:
