@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -619,9 +619,7 @@ def test_gradients_that_are_there_already_are_added_to(flags: str, is_first: boo
         (optimizer,) = run.optimizers
         for group in optimizer.param_groups:
             group["eps"] = 1e-3  # sums are rounded in another order
-        with ExitStack() as undo:
-            if run is workload:
-                undo.enter_context(fit(run, flags))
+        with fit(run, flags) if run is workload else nullcontext():
             torch.manual_seed(1)
             for step in range(4):
                 terms = (_penalty, partial(loss_of, step=step)) if is_first else (partial(loss_of, step=step), _penalty)
@@ -640,9 +638,7 @@ def test_gradients_that_the_loop_replaces_between_two_backward_passes(flags: str
         (optimizer,) = run.optimizers
         for group in optimizer.param_groups:
             group["eps"] = 1e-3
-        with ExitStack() as undo:
-            if run is workload:
-                undo.enter_context(fit(run, flags))
+        with fit(run, flags) if run is workload else nullcontext():
             torch.manual_seed(1)
             for step in range(3):
                 loss_of(run, step).backward()
@@ -674,16 +670,14 @@ def test_attention_reads_the_weights_of_another_module(flags: str) -> None:
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        session = fit(Workload(model, optimizer), flags) if is_served else None
         losses.append([])
-        for _ in range(3):
-            loss = model(torch.randn(4, 5, 16)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-        if session is not None:
-            session.undo()
+        with fit(Workload(model, optimizer), flags) if is_served else nullcontext():
+            for _ in range(3):
+                loss = model(torch.randn(4, 5, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -692,19 +686,18 @@ def test_hooks_that_the_loop_puts_on_parts_run(flags: str) -> None:
     seen: list[list[float]] = []
     for is_served in (False, True):
         workload = tower()
-        session = fit(workload, flags) if is_served else None
+        part = workload.model.blocks[2][0]
         seen.append([])
-        for step in range(3):
-            heard: list[torch.Tensor] = []
-            hook = workload.model.blocks[2][0].register_forward_hook(lambda _m, _i, output, to=heard: to.append(output))
-            loss = loss_of(workload, step)
-            hook.remove()
-            (loss + heard[0].square().mean()).backward()
-            workload.optimizers[0].step()
-            workload.optimizers[0].zero_grad()
-            seen[-1] += [loss.item(), heard[0].sum().item()]
-        if session is not None:
-            session.undo()
+        with fit(workload, flags) if is_served else nullcontext():
+            for step in range(3):
+                heard: list[torch.Tensor] = []
+                hook = part.register_forward_hook(lambda _m, _i, output, to=heard: to.append(output))
+                loss = loss_of(workload, step)
+                hook.remove()
+                (loss + heard[0].square().mean()).backward()
+                workload.optimizers[0].step()
+                workload.optimizers[0].zero_grad()
+                seen[-1] += [loss.item(), heard[0].sum().item()]
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
@@ -730,13 +723,11 @@ def test_a_state_dict_that_the_loop_loads_is_trained_on_with(flags: str) -> None
         (optimizer,) = workload.optimizers
         losses.append(go(workload, 0, 2))
         saved = copy.deepcopy(optimizer.state_dict())
-        session = fit(workload, flags) if is_served else None
-        losses[-1] += go(workload, 2, 4)
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        losses[-1] += go(workload, 4, 6)
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        if session is not None:
-            session.undo()
+        with fit(workload, flags) if is_served else nullcontext():
+            losses[-1] += go(workload, 2, 4)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            losses[-1] += go(workload, 4, 6)
+            optimizer.load_state_dict(copy.deepcopy(saved))
         states.append([optimizer.state[p]["exp_avg"] for p in workload.model.head.parameters()])
         losses[-1] += go(workload, 6, 8)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
