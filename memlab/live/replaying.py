@@ -184,10 +184,6 @@ class RunReplay:
             self._end()
         self._views.draw()
 
-    def predict(self) -> None:
-        """Refused: a recording has no model."""
-        self._tell("a recording cannot predict: there is no model here")
-
     def training(self) -> NoReturn:
         """Refused: a recording has no model."""
         raise SessionError("a recording cannot train: make a panel with memlab.panel(workload)")

@@ -55,9 +55,6 @@ class Source(Protocol):
     def cancel(self) -> None:
         """End the run at the next step boundary."""
 
-    def predict(self) -> None:
-        """Predict what each setting would change."""
-
     def find(self) -> None:
         """Ask for the fastest setting that is predicted to fit the budget."""
 
