@@ -188,12 +188,8 @@ class CallMeter:
 
     # -- what was measured ---------------------------------------------------------------------
 
-    @property
-    def calls(self) -> tuple[CallRecord, ...]:
-        """All calls, those of one kind in order; waits for the device."""
-        return tuple(call for kind in self._settled() for call in kind.records)
-
     def records(self, precision: str, host_bytes: int, notes: tuple[str, ...]) -> tuple[InferenceRecord, ...]:
+        """All calls, those of one kind in order; waits for the device."""
         return tuple(self._record(kind, precision, host_bytes, notes) for kind in self._settled())
 
     def close(self) -> None:

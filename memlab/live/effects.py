@@ -17,7 +17,6 @@ from memlab.units import format_change, format_difference
 class PredictedEffect:
     """The difference one setting makes, beside the other settings as they are."""
 
-    plan: Plan  # the plan with the setting
     change_bytes: int = 0  # what the plan needs with it, less what it needs without
     of_bytes: int = 0  # what the plan needs without it
     # samples per second with it, as a share of those without; NaN where no time is predicted
@@ -31,7 +30,7 @@ class PredictedEffect:
         """The effect in a few words.
 
         Example:
-            >>> PredictedEffect(Plan.parse("--checkpoint"), -2 * 2**30, 8 * 2**30, 0.75).text
+            >>> PredictedEffect(-2 * 2**30, 8 * 2**30, 0.75).text
             '−2.00 GiB · −25 % speed'
         """
         if self.refused:
@@ -60,15 +59,14 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
     try:
         there, without = (base.with_setting(spec.name, each) for each in (text, spec.choices[0]))
     except PlanError as error:
-        return PredictedEffect(base, refused=str(error))
+        return PredictedEffect(refused=str(error))
     predicted = next((each for each in moment.predictions if each.plan == there.label), None)
     if predicted is not None and predicted.refused:
-        return PredictedEffect(there, refused=predicted.refused)
+        return PredictedEffect(refused=predicted.refused)
     before = prediction_of(without.label, moment.predictions)
     if predicted is None or before is None or before.refused:
         return None
     return PredictedEffect(
-        plan=there,
         change_bytes=predicted.needed_bytes - before.needed_bytes,
         of_bytes=before.needed_bytes,
         speed_ratio=ratio(predicted.samples_per_second, before.samples_per_second),

@@ -43,7 +43,6 @@ class Observation:
             AllocEvent(
                 seconds=seconds - self.start,
                 size_bytes=size_bytes,
-                storage=number,
                 category=categories.get(number, Category.TEMPORARIES),
                 phase=PHASES[moment],
             )

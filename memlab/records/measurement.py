@@ -78,7 +78,6 @@ class AllocEvent:
 
     seconds: float  # time since the observation began
     size_bytes: int  # bytes gained or lost
-    storage: int  # number of the storage; its birth and its death carry the same one
     category: Category  # what the storage is for, known once the step is over
     phase: Phase  # what ran when it happened
 

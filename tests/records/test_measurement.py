@@ -31,9 +31,9 @@ from tests.records.examples import measured, point, predicted
 
 def test_a_timeline_adds_events_to_what_was_there() -> None:
     events = [
-        AllocEvent(0.1, 50, 1, Category.ACTIVATIONS, Phase.FORWARD),
-        AllocEvent(0.2, 20, 2, Category.GRADIENTS, Phase.BACKWARD),
-        AllocEvent(0.3, -50, 1, Category.ACTIVATIONS, Phase.BACKWARD),
+        AllocEvent(0.1, 50, Category.ACTIVATIONS, Phase.FORWARD),
+        AllocEvent(0.2, 20, Category.GRADIENTS, Phase.BACKWARD),
+        AllocEvent(0.3, -50, Category.ACTIVATIONS, Phase.BACKWARD),
     ]
     points = timeline_of(events, {Category.PARAMETERS: 100, Category.GRADIENTS: 0})
     assert [p.total_bytes for p in points] == [100, 150, 170, 120]
