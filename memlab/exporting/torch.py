@@ -15,11 +15,11 @@ def to_torch(plan: Plan) -> str:
 def _imports(plan: Plan) -> str:
     on_disk = Tier.DISK in (plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS))
     needed = wanted((
-        ("import functools", plan.checkpointing != "off" or plan.tiling > 1),
+        ("import functools", _recomputes(plan)),
         ("import itertools", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import os", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import tempfile", on_disk),
-        ("", plan.checkpointing != "off" or plan.tiling > 1 or on_disk),
+        ("", _recomputes(plan) or on_disk),
         ("import torch", True),
     ))  # fmt: skip
     return "\n".join([header(plan), *needed, *checkpoint_imports(plan)])
@@ -28,12 +28,16 @@ def _imports(plan: Plan) -> str:
 def checkpoint_imports(plan: Plan) -> list[str]:
     """Return what code that recomputes needs of torch."""
     is_selective = plan.checkpointing == "selective"
-    recomputes = plan.checkpointing != "off" or plan.tiling > 1
     names = "checkpoint, create_selective_checkpoint_contexts" if is_selective else "checkpoint"
     return wanted((
         ("from torch.utils._pytree import tree_leaves", plan.checkpointing.budget_bytes is not None),
-        (f"from torch.utils.checkpoint import {names}", recomputes),
+        (f"from torch.utils.checkpoint import {names}", _recomputes(plan)),
     ))  # fmt: skip
+
+
+def _recomputes(plan: Plan) -> bool:
+    """Return whether the code checkpoints blocks or tiles."""
+    return plan.checkpointing != "off" or plan.tiling > 1
 
 
 def _helpers(plan: Plan) -> list[str]:
@@ -260,8 +264,12 @@ def update_in_backward(optimizers{device}):
 
 def _release_helper(plan: Plan) -> str:
     update = indent([*_update(plan), "optimizer.zero_grad()"], 12)
-    device = "" if plan.tier_of(Offloaded.OPTIMIZER) is None else ", device"
-    return _RELEASE.format(device=device, update="\n".join(update))
+    return _RELEASE.format(device=_device_argument(plan), update="\n".join(update))
+
+
+def _device_argument(plan: Plan) -> str:
+    """What `update_in_backward` takes, and is given, beside the optimizers."""
+    return "" if plan.tier_of(Offloaded.OPTIMIZER) is None else ", device"
 
 
 def _releases(plan: Plan) -> bool:
@@ -304,14 +312,12 @@ def _setup(plan: Plan) -> list[str]:
         lines.append("checkpoint_blocks(model)")
     if not _releases(plan):
         return [*lines, "optimizer = make_optimizer(model, lr)", "model.train()"]
-    trained = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
     lines += [
-        f"trained = {trained}",
+        "trained = [parameter for parameter in model.parameters() if parameter.requires_grad]",
         "optimizers = [make_optimizer(torch.nn.ParameterList([parameter]), lr) for parameter in trained]",
     ]
     if plan.accumulation == 1:
-        device = "" if plan.tier_of(Offloaded.OPTIMIZER) is None else ", device"
-        lines.append(f"update_in_backward(optimizers{device})")
+        lines.append(f"update_in_backward(optimizers{_device_argument(plan)})")
     return [*lines, "model.train()"]
 
 
