@@ -102,11 +102,6 @@ class Meter(Observer):
     def rested(self, steps: int) -> None:
         self.times.pass_over(steps)
 
-    @property
-    def live_bytes(self) -> int | None:
-        """Live bytes at this moment of an observed step; None in others."""
-        return self._ledger.live_bytes if self._ledger.watching else None
-
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """An engine has given memory to a storage, or taken it away, without an operator."""
         self._ledger.resized(storage)

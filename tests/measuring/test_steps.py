@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from itertools import takewhile
 
 import pytest
 import torch
@@ -273,17 +274,11 @@ def test_a_loop_that_breaks_off_leaves_no_mode_and_no_step():
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_out_of_memory_leaves_no_mode_after_close(where):
     free = Loop()
-    ledger_peaks = {}
-    free.meter.forward_begins(Batch((free.batch,), {}))
-    ledger_peaks["forward"] = free.meter.live_bytes
-    loss = free.model(free.batch).pow(2).mean()
-    free.meter.forward_ended(loss)
-    ledger_peaks["backward"] = free.meter.live_bytes + 4 * 16 * 64
-    loss.backward()
-    ledger_peaks["step"] = free.meter.live_bytes + 4 * 64 * 64
+    free.step()
+    before = takewhile(lambda point: point.phase != where, free.meter.measurement(Plan()).timeline)
     free.meter.close()
 
-    small = Loop(capacity_bytes=ledger_peaks[where])
+    small = Loop(capacity_bytes=max(point.total_bytes for point in before))
     reached = ["forward"]
 
     def run():
