@@ -50,8 +50,12 @@ _STATEFUL = (
 )  # fmt: skip
 # parameters and what plans attach to; the rest is met by itself
 _OF_OPTIMIZERS = frozenset(
-    ("param_groups", "state", "step", *(name for name in vars(torch.optim.SGD([torch.empty(0)])) if "hook" in name))
-)
+    (
+        "param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+        "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+    )
+)  # fmt: skip
 # beside them, by the same numbers, what was asked for when they were registered
 _HOOK_TABLES = (*MODULE_HOOKS, *HOOK_OPTIONS)
 _hook_tables = operator.itemgetter(*_HOOK_TABLES)
