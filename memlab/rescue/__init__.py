@@ -4,7 +4,8 @@ The loop must not see the error, so it is caught where the work is done, and eac
 
 - `rescuer`: what is repeated where, and the session's side of it; `recovery`: the same work under other plans until it fits;
   `evidence`: whether memory can run out in a step at all
-- `guard`: forward and backward pass of the model; `outputs`: the tensors in what a model returns
+- `repeatable`: a call of the model that can be made again; `guard`: its node in the loop's graph, and the backward pass; `outputs`: the tensors in
+  what a model returns
 - `loop_code`: the loop's own code between model call and optimizer step (loss function, unscaling, clipping)
 - `update`: the optimizer's update
 - `fallback`: which plan to try next; `nothing_fits`: what is left to do when there is none
