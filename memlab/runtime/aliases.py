@@ -176,6 +176,8 @@ class Storage:
         self._tensor = tensor
         is_plain = own_class(tensor) is torch.Tensor or (of_parameters and own_class(tensor) is nn.Parameter)
         is_plain = is_plain and tensor.layout is torch.strided and tensor.grad_fn is None
+        # what a transform of torch.func has left has no storage
+        is_plain = is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         # the tensor as it was then, in that storage; None where no other one is looked for: techniques move parameters
         self.values = tensor.detach() if is_plain else None
 

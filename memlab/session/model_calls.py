@@ -121,7 +121,7 @@ class ModelCalls:
                 if rescuer is not None:
                     return rescuer.call(run, args, kwargs)
                 output = run(*args, **kwargs)
-                if start is not None:
+                if start is not None and not graphs.is_transformed():
                     start.call_ended()
                 return output
             except MemlabError as error:

@@ -82,6 +82,18 @@ class Temporaries:
         laid_out, named = tree_map_only(torch.Tensor, _layout, (tuple(args), dict(kwargs)))
         return cls(tuple(filter(None, found)), func, laid_out, named, gpu)
 
+    @property
+    def held_bytes(self) -> int:
+        """Return how much is taken before the results."""
+        return sum(sum(group) for group in self.groups if isinstance(group, Held))
+
+    def levels(self) -> Iterator[int]:
+        """Yield the bytes that live together when each group does."""
+        held_bytes = self.held_bytes
+        for group in self.groups:
+            yield held_bytes + (0 if isinstance(group, Held) else sum(group))
+            held_bytes -= sum(group) if isinstance(group, Held) else 0
+
     def between(self, other: Temporaries, share: float) -> Temporaries:
         """What the same call takes of another batch: this one's sizes, and so large a share of the way to the other's."""
         args, kwargs = _between((self.args, self.kwargs), (other.args, other.kwargs), share)

@@ -36,7 +36,7 @@ from memlab.runtime.dispatch import defers
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
-from memlab.trace.hidden_memory import Held, Temporaries
+from memlab.trace.hidden_memory import Temporaries
 from memlab.trace.work import work_of
 from memlab.units import MIB
 
@@ -78,12 +78,10 @@ class Hidden:
 
     def peaks(self) -> Iterator[tuple[int, int]]:
         """Yield bytes that live together, and how many births and deaths come before."""
-        held_bytes = sum(sum(group) for group in self.inside.groups if isinstance(group, Held))
-        if held_bytes:
+        if held_bytes := self.inside.held_bytes:
             yield self.begin, held_bytes
-        for group in self.inside.groups:
-            yield self.event, held_bytes + (0 if isinstance(group, Held) else sum(group))
-            held_bytes -= sum(group) if isinstance(group, Held) else 0
+        for size_bytes in self.inside.levels():
+            yield self.event, size_bytes
 
 
 class Recorder(Ledger):
