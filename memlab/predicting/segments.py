@@ -7,8 +7,10 @@ added when the stretches are put together, so one stretch serves many plans.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from memlab.hardware.roofline import Bill, Rates, Work
@@ -267,23 +269,25 @@ def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled:
 
     Gradients that are `settled` are added to those there and then freed, before the event that is named.
     """
-    inserted: dict[int, list[Event]] = {}
+    # by event, in order: of operators that end there, gradients that are complete, of operators that begin there
+    inserted: dict[int, tuple[list[Event], list[Event], list[Event]]] = defaultdict(lambda: ([], [], []))
     number = 0
     for each in hidden:
+        begun = inserted[each.begin][2]
+        over = inserted[each.event][0] if each.event > each.begin else begun
         for group in each.inside.groups:
             numbers = range(number - len(group), number)
             number -= len(group)
-            born_at = each.begin if isinstance(group, Held) else each.event
-            for sign, at in ((1, born_at), (-1, each.event)):
-                inserted.setdefault(at, []).extend(
+            for sign, additions in ((1, begun if isinstance(group, Held) else over), (-1, over)):
+                additions.extend(
                     (sign * size_bytes, own, _TEMPORARIES, each.moment)
                     for size_bytes, own in zip(group, numbers, strict=True)
                 )
     for own, before in settled.items():
-        inserted.setdefault(before, []).append((0, own, _TEMPORARIES, 0))
+        inserted[before][1].append((0, own, _TEMPORARIES, 0))
     alive: dict[int, tuple[int, int]] = {}
     for at, event in enumerate((*events, None)):
-        for addition in inserted.get(at, ()):
+        for addition in chain.from_iterable(inserted.get(at, ())):
             if addition[0]:
                 yield addition
             elif addition[1] in alive:

@@ -25,6 +25,7 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import target_for
 from memlab.records import Category, Phase
+from memlab.trace.hidden_memory import Held
 from memlab.trace.tracer import Tracer
 from tests.predicting.families import family
 
@@ -110,6 +111,23 @@ def test_what_lives_inside_operators_counts_and_leaves_nothing() -> None:
     assert [event for event in full.events if event[1] >= 0] == list(plain.events)
     assert full.shape.end == plain.shape.end
     assert full.shape.peak_bytes >= plain.shape.peak_bytes
+
+
+def test_no_operator_runs_when_a_gradient_that_was_added_is_freed() -> None:
+    target = target_for(family("vit"), "T4")
+    trace = Tracer(family("vit"), target.device, target.choices).one_pass(Plan())
+    assert any(isinstance(group, Held) for hidden in trace.hidden for group in hidden.inside.groups)
+    within: set[int] = set()
+    freed = 0
+    for size_bytes, number, *_ in (
+        TracedPass(target.rates, trace, trace.samples).segment(trace.samples, accumulating=True).events
+    ):
+        if number < 0:
+            (within.add if size_bytes > 0 else within.discard)(number)
+        elif size_bytes < 0 and number in trace.settled:
+            freed += 1
+            assert not within
+    assert freed
 
 
 # -- other numbers of rows ---------------------------------------------------------------------
