@@ -239,10 +239,11 @@ class Walk(ABC):
         for group in optimizer.param_groups:
             self._dict(group, lambda key: f"{name}.param_groups[{key!r}]", depth + 1, skipped=frozenset(("params",)))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        weights = {id(weight) for module in self._own for weight in module._parameters.values()}
+        # aliases may be in the places of weights
+        weights = {_place_of(weight) for module in self._own for weight in module._parameters.values()}
         # a session hooks those that step
         is_hooked = any(map(is_ours, optimizer._optimizer_step_pre_hooks.values()))
-        is_loops = is_hooked and any(id(parameter) in weights for parameter in parameters)
+        is_loops = is_hooked and any(_place_of(parameter) in weights for parameter in parameters)
         of_state = containers.BesideParameters if is_loops else containers.Mapping
         state = of_state(optimizer.state, _always(f"{name}.state"))
         self._items(self.met(state).items(), state.name, depth)
@@ -337,6 +338,12 @@ class Walk(ABC):
             return False
         self._seen.add(id(value))
         return True
+
+
+def _place_of(tensor: torch.Tensor | None) -> int:
+    """Return the key of a tensor's storage; where it has none, its own."""
+    has_storage = tensor is not None and torch._C._has_storage(tensor)
+    return tensor.untyped_storage()._cdata if tensor is not None and has_storage else id(tensor)
 
 
 def _always(name: str) -> Callable[[Any], str]:
