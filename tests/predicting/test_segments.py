@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from memlab import Workload
 from memlab.hardware.roofline import Bill, Rates
+from memlab.measuring.observation import PHASES
 from memlab.plan import Plan
 from memlab.predicting.passes import Passes
 from memlab.predicting.segments import (
@@ -220,3 +222,31 @@ def test_a_loss_outside_of_the_model_is_in_the_pass() -> None:
     trace = Tracer(Workload(model, torch.optim.SGD(model.parameters()), **given)).one_pass(Plan())
     assert not trace.has_surrogate_loss
     assert any("log_softmax" in str(priced.work) or priced.work for priced in trace.priced)
+
+
+class _Masked(nn.Module):
+    """Multiplies by a mask that it makes from nothing, which a backward pass needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self.layer(rows) * torch.full((2048, 512), 0.5)).square().mean()
+
+
+def _held_by_the_device(flags: str, size_bytes: int) -> int:
+    """How many storages of a size are born in the forward pass and die in the backward pass."""
+    model = _Masked()
+    workload = Workload(model, torch.optim.SGD(model.parameters(), 0.1), batch=torch.zeros(2048, 512))
+    target = target_for(workload, "T4")
+    raw = Tracer(workload, target.device, target.choices).one_pass(Plan.parse(flags)).observation.raw
+    forward, backward = PHASES.index(Phase.FORWARD), PHASES.index(Phase.BACKWARD)
+    born = {number for _, size, number, moment in raw if (size, moment) == (size_bytes, forward)}
+    return sum(number in born and size < 0 and moment == backward for _, size, number, moment in raw)
+
+
+def test_a_mask_from_nothing_that_goes_to_the_host_has_no_copy_on_the_device() -> None:
+    mask_bytes = 2048 * 512 * 4
+
+    assert _held_by_the_device("--offload activations", mask_bytes) <= _held_by_the_device("", mask_bytes)

@@ -23,23 +23,23 @@ from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
 from memlab.techniques.offload.transfers import settle
 
 _spilled_storages: WhileAlive[bool] = WhileAlive()
-_spilling_fakes = False
+_spilling = False
 
 
 def is_spilled(storage: torch.UntypedStorage) -> bool:
     """Return whether a storage is kept elsewhere by a `Spill`, so that it takes no memory of the device."""
-    return _spilling_fakes or _spilled_storages.of(storage) is not None
+    return _spilling or _spilled_storages.of(storage) is not None
 
 
 @contextmanager
 def _births_are_spilled() -> Iterator[None]:
-    """A ledger sees a fake storage at its birth, before it could be registered."""
-    global _spilling_fakes
-    _spilling_fakes = True
+    """A ledger sees a storage at its birth, before it could be registered."""
+    global _spilling
+    _spilling = True
     try:
         yield
     finally:
-        _spilling_fakes = False
+        _spilling = False
 
 
 def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
@@ -112,7 +112,8 @@ class Spill:
         elif self._pinned is not None and tensor.is_cuda:
             spilled = _shaped(self._pinned.take(size_bytes), tensor)
         else:
-            spilled = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            with _births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
+                spilled = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
 
