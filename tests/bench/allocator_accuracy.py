@@ -295,7 +295,7 @@ def page() -> str:
         "with the predicted requests, one by one: temporaries inside an operator are placed as torch does (copies of arguments before results, one "
         "group after another) and computed by their formula for each number of rows; the look that `--accumulate` takes gives its cache back; flash "
         "attention's split over keys is counted. On the H100 `encoder` under `--accumulate 4` went from +11.0 to 0.0 % of reserved bytes, whisper under "
-        "`--precision pure-bf16` with expandable segments from -11.6 to +0.1 %, gpt2_with_dropout under all settings from -12.7 to 0.0 %; on the A100 "
+        "`--precision pure-bf16` with expandable segments from -11.6 to +0.1 %, gpt2_with_dropout under all settings from -12.7 to 0.0 %, t5 under `--offload activations` (a mask was counted twice) from +11.0 to 0.0 %; on the A100 "
         "whisper under `--offload activations` from +13.7 to 0.0 %. Whisper under `--accumulate 4 --bf16` is still 5.7 % too low: memlab's own copies of "
         "its frozen positions (2.9 MiB in the first two steps) lie where a larger block would have fitted. What an operator takes inside and gives back was "
         "compared with the predictions for some 130 functions, forward and backward, in three types of numbers: nothing larger than 0.2 MiB is missing "
