@@ -20,7 +20,13 @@ from memlab.runtime.stand_ins import StandIn
 
 # stands for what is not there
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "nothing"})()
-_RAW = (bytearray, array.array, ctypes.c_int.__mro__[-2], io.StringIO, io.BytesIO)
+_RAW = (
+    bytearray,
+    array.array,
+    ctypes.c_int.__mro__[-2],
+    io.StringIO,
+    io.BytesIO,
+)  # the third is the base of all of ctypes
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 
 Items = dict[Any, Any]

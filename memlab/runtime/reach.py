@@ -232,8 +232,9 @@ class Walk(ABC):
             if slots := containers.Slots(value):
                 self._mapping(slots, lambda key: f"{name}.{key}", depth)
 
-    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, depth: int = 1) -> None:
-        """Walk from an optimizer: one that hooks gather statistics for, or that a forward itself updates with; as from a model."""
+    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Walk from an optimizer: one that hooks gather statistics for, or that a forward itself updates with."""
+        depth = 1  # its state lies as deep as a model's, wherever it was met
         self._dict(vars(optimizer), lambda key: f"{name}.{key}", depth, skipped=_OF_OPTIMIZERS)
         self.met(containers.Sequence(optimizer.param_groups, _always(f"{name}.param_groups")))
         for group in optimizer.param_groups:
