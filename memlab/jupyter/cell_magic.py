@@ -41,12 +41,6 @@ _NO_MODEL = (
     "generate() alone add --inference"
 )
 _NESTED = "%%memfit within a %%memfit cell: a cell has one; put all flags on its line, as in %%memfit --accumulate 4 --checkpoint"
-_PASSED_OVER = (
-    "no model that trains was found: the cell called {0} once, and no optimizer updates its parameters; name a model "
-    "that trains without one with --model"
-)
-
-_IN_EVAL_MODE = "no model in train mode was found: the loop trains {0} in eval mode only; call model.train() before"
 
 
 class CellMagic:
@@ -303,11 +297,7 @@ class CellMagic:
             raise UsageError(str(watch.errors.refused))
         if watch.models.session is not None or watch.errors.failure:
             return
-        why = _PASSED_OVER.format(watch.search.passed_over) if watch.search.passed_over else _NO_MODEL
-        if watch.search.unmade:
-            why = WITHOUT_VALUES.format(watch.search.unmade)
-        if watch.search.evaluated:
-            why = _IN_EVAL_MODE.format(watch.search.evaluated)
+        why = watch.search.why_none or _NO_MODEL
         if options.plan is not None:
             raise UsageError(f"{why}; {options.plan.label} was not applied")
         tell(why)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError
@@ -26,9 +27,11 @@ from memlab.jupyter.cell_records import TakenModels
 from memlab.jupyter.cells import CellErrors
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.hooks import calls_under_way
+from memlab.runtime.lazy import requires_grad
 from memlab.runtime.optimizer_step import standin
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import (
+    WITHOUT_VALUES,
     is_made,
     live_optimizers,
     optimizers_of,
@@ -44,6 +47,16 @@ from memlab.session import session_of
 _MOST_CALLS_OF_A_STEP = 64
 # a loop that makes a layer in every step makes no model each time
 _MOST_LOOKS = 64
+
+_PASSED_OVER = (
+    "no model that trains was found: the cell called {} once, and no optimizer updates its parameters; name a model "
+    "that trains without one with --model"
+)
+_IN_EVAL_MODE = "no model in train mode was found: the loop trains {} in eval mode only; call model.train() before"
+_FROZEN = (
+    "no model to train was found: all parameters of {} are frozen, and its gradients go to a tensor outside of it; make that a "
+    "parameter of a module around both, and call this module"
+)
 
 
 class FirstCall:
@@ -67,7 +80,7 @@ class FirstCall:
             # first what Dynamo takes for a constant: the number of a thread would break the graph of what is compiled
             if _is_transformed() or watcher._original is None or watcher._thread not in (None, threading.get_ident()):
                 return original(module, *args, **kwargs)
-            if watcher._depth == 0 and watcher._counts(module) and watcher._found(module):
+            if watcher._depth == 0 and watcher._counts(module, args, kwargs) and watcher._found(module):
                 watcher.stop()
             watcher._depth += 1
             try:
@@ -88,7 +101,7 @@ class FirstCall:
             nn.Module.__call__ = original  # type: ignore[method-assign]
         self._undo.close()
 
-    def _counts(self, module: nn.Module) -> bool:
+    def _counts(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> bool:
         return next(module.parameters(), None) is not None
 
 
@@ -106,8 +119,8 @@ class FirstTrainingCall(FirstCall):
         super().__init__(found, thread)
         self._expects_closures = expects_closures
         self.stepped: set[int] = set()  # numbers (`id`) of the optimizers that have stepped before any call that trains
-        self.evaluated = ""  # class of a model that an optimizer has updated and that was called in eval mode
-        self.unmade = ""  # class of a model that was called without having values
+        self.why_none = ""  # why a model that was called does not count; empty where none was
+        self._is_evaluated = False  # whether one that was called in eval mode is updated by an optimizer
         self._in_eval_mode: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
@@ -116,13 +129,17 @@ class FirstTrainingCall(FirstCall):
             self._undo.callback(register_optimizer_step_post_hook(self._step_ended).remove)
         return super().__enter__()
 
-    def _counts(self, module: nn.Module) -> bool:
+    def _counts(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if torch._C._current_graph_task_id() >= 0:
             return False  # computed again in a backward pass
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+        if not torch.is_grad_enabled():
+            return False
+        if not any(p.requires_grad for p in module.parameters()):
+            if not self.why_none and any(map(requires_grad, tree_leaves((args, kwargs)))):
+                self.why_none = _FROZEN.format(type(module).__name__)
             return False
         if not is_made(module):
-            self.unmade = type(module).__name__
+            self.why_none = WITHOUT_VALUES.format(type(module).__name__)
             return False
         if not module.training:
             self._in_eval_mode.add(module)
@@ -130,9 +147,9 @@ class FirstTrainingCall(FirstCall):
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self.stepped.add(id(optimizer))
-        for module in [] if self.evaluated else [*self._in_eval_mode]:
+        for module in [] if self._is_evaluated else [*self._in_eval_mode]:
             if steps_some_of(optimizer, module):
-                self.evaluated = type(module).__name__
+                self._is_evaluated, self.why_none = True, _IN_EVAL_MODE.format(type(module).__name__)
 
     def _step_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -177,7 +194,6 @@ class ModelSearch:
         variables: Callable[[], Mapping[str, Any]],  # those of the notebook
     ) -> None:
         self.thread: int | None = None  # whose training counts; None for any
-        self.passed_over = ""  # class of a model that was called and that no optimizer trains; empty for none
         self.has_trained_uncalled = False  # whether a model was updated before it was called
         self.stale = StaleOptimizers(variables)  # says where an optimizer steps whose model was made again
         self._models = models
@@ -185,6 +201,7 @@ class ModelSearch:
         self._undo = undo
         self._take = take
         self._take_back = take_back
+        self._passed_over = ""  # says which model was called and is trained by no optimizer; empty for none
         self._looking: FirstTrainingCall | None = None
         # how often a model was called while models were looked for
         self._calls: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
@@ -201,14 +218,9 @@ class ModelSearch:
         return self._looking is None
 
     @property
-    def evaluated(self) -> str:
-        """Return the class of a model that the cell has trained in eval mode, where none was found; empty for none."""
-        return self._looking.evaluated if self._looking is not None else ""
-
-    @property
-    def unmade(self) -> str:
-        """Return the class of a model that the cell has called and that has no values, where none was found; empty for none."""
-        return self._looking.unmade if self._looking is not None else ""
+    def why_none(self) -> str:
+        """Return why no model was found, as far as the cell has called one; else an empty text."""
+        return (self._looking.why_none if self._looking is not None else "") or self._passed_over
 
     def begin(self) -> None:
         """Look for the models that the cell trains."""
@@ -312,7 +324,7 @@ class ModelSearch:
         has_made_optimizers = any(one not in self._known for one in live_optimizers())
         if not optimizers and (self._models.sessions or (calls == 1 and has_made_optimizers)):
             # a teacher or a loss with weights, unless it is called again and nothing else trains
-            self.passed_over = type(called).__name__
+            self._passed_over = _PASSED_OVER.format(type(called).__name__)
             return False
         session = session_of(called)
         if self._missed is not None and self._missed() in optimizers:

@@ -64,6 +64,7 @@ class Room:
 
 def nothing_fits(
     tried: Sequence[Attempt],  # every attempt in order, the last one under the plan that needs least; at least one
+    no_room: Sequence[Plan] = (),  # plans that memory ran out for while they were put in force
     *,
     capacity_bytes: int | None = None,  # size of the device; by default the one in the last error's text
     predictions: Mapping[Plan, Prediction] | None = None,  # what is predicted for plans
@@ -101,7 +102,7 @@ def nothing_fits(
     )
     return " ".join(
         (
-            f"Step {last.step} ran out of memory under every plan there is to try: {_listed(tried)}.",
+            f"Step {last.step} ran out of memory under every plan there is to try: {_listed(tried, no_room)}.",
             f"{_asked(last.requested_bytes, room)}{_needs(last, room, capacity_bytes, predicted)}.",
             f"{_otherwise(closed)}.",
             f"The kernel still works, and {state}.",
@@ -109,13 +110,15 @@ def nothing_fits(
     )
 
 
-def _listed(tried: Sequence[Attempt]) -> str:
-    """Plans by the place where they ran out, neighbours together."""
+def _listed(tried: Sequence[Attempt], no_room: Sequence[Plan]) -> str:
+    """Plans by the place where they ran out, neighbours together; then those that could not be put in force."""
     parts = []
     for (step, place), attempts in groupby(tried, key=lambda attempt: (attempt.step, attempt.place)):
         labels = list(dict.fromkeys(attempt.plan.label for attempt in attempts))
         at_step = "" if step == tried[-1].step else f" of step {step}"
         parts.append(f"{_shortened(labels)} (in {place.words}{at_step})")
+    if no_room:
+        parts.append(f"{_shortened(list(dict.fromkeys(plan.label for plan in no_room)))} (no room to change plans)")
     return "; ".join(parts)
 
 

@@ -52,6 +52,7 @@ class _Trouble:
         self.attempts: list[Attempt] = []
         self.base = plan  # the last plan that applied, and ran out of memory
         self.refused: set[Plan] = set()  # plans that do not apply, or that there was no room to change to
+        self.no_room: list[Plan] = []  # the latter
         self.left_out: set[str] = set()  # fields that turned out not to apply, or that there was no memory to look at
         self.applied: set[str] = set()  # fields that were seen to apply
         self.fallback: Fallback | None = None
@@ -266,6 +267,8 @@ class Recovery:
         except (RefusalError, MemoryError, RuntimeError) as error:
             if not (isinstance(error, RefusalError) or is_out_of_memory(error)):
                 raise
+            if trouble is not None and is_out_of_memory(error):
+                trouble.no_room.append(plan)
             release(error)
             return False
         self._follow()
@@ -301,6 +304,7 @@ class Recovery:
         self._go_back(trouble)
         text = nothing_fits(
             trouble.attempts,
+            trouble.no_room,
             capacity_bytes=self._capacity_bytes,
             predictions=self._predictions,
             keep=self._keep,

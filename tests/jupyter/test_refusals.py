@@ -146,6 +146,22 @@ def test_a_model_that_the_cell_trains_in_eval_mode_only(made: Cell) -> None:
     assert str(made(f"%%memfit --checkpoint\n{train}").error) == f"{said}; --checkpoint was not applied"
 
 
+def test_a_frozen_model_beside_a_tensor_that_trains(cell: Cell) -> None:
+    cell(
+        "import torch\nnet = torch.nn.Linear(4, 4).requires_grad_(False)\nimage = torch.rand(2, 4, requires_grad=True)\n"
+        "class Both(torch.nn.Module):\n"
+        "    def __init__(self): super().__init__(); self.net, self.image = net, torch.nn.Parameter(image.detach())\n"
+        "    def forward(self): return self.net(self.image)"
+    )
+    said = (
+        "no model to train was found: all parameters of Linear are frozen, and its gradients go to a tensor outside of it; make "
+        "that a parameter of a module around both, and call this module"
+    )
+    assert cell("%%memfit\nnet(image).sum().backward()").out == f"memfit: {said}\n"
+    assert one_line(cell("%%memfit --bf16\nnet(image).sum().backward()")) == f"{said}; --bf16 was not applied"
+    assert cell("%%memfit --offload activations\nboth = Both()\nboth().sum().backward()").error is None
+
+
 def test_no_model(cell: Cell) -> None:
     expected = (
         "no model found: the cell names no torch.nn.Module with values to train, and trains none by calling it (calls within "
