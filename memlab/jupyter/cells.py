@@ -26,7 +26,7 @@ import io
 import sys
 import tokenize
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -318,15 +318,31 @@ def _leave_memlab_out(error: BaseException | None) -> bool:
     found = False
     for each in errors_behind(error):
         every = list(entries(each.__traceback__))
-        kept = [entry for entry in every if not entry.tb_frame.f_code.co_filename.startswith(OWN_FOLDER)]
+        kept = list(_without_memlab(every))
         # a Ctrl-C that came at a bad moment is raised by memlab a moment later
-        is_foreign = bool(kept) and (kept[-1] is every[-1] or isinstance(each, KeyboardInterrupt))
+        is_foreign = bool(kept) and (not _is_memlabs(every[-1]) or isinstance(each, KeyboardInterrupt))
         if is_foreign and len(kept) < len(every):
             for entry, following in zip(kept, (*kept[1:], None), strict=True):
                 entry.tb_next = following
             each.__traceback__ = kept[0]
             found = True
     return found
+
+
+def _without_memlab(every: Iterable[TracebackType]) -> Iterator[TracebackType]:
+    """Yield the entries that are not memlab's, nor of the operator that one of its modes has called."""
+    is_within_operator = False
+    for entry in every:
+        if _is_memlabs(entry):
+            is_within_operator |= entry.tb_frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__")
+        else:
+            is_within_operator &= str(entry.tb_frame.f_globals.get("__name__")).startswith("torch.")
+            if not is_within_operator:
+                yield entry
+
+
+def _is_memlabs(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(OWN_FOLDER)
 
 
 def errors_behind(error: BaseException | None) -> list[BaseException]:

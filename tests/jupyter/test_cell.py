@@ -187,6 +187,20 @@ def test_a_syntax_error_raised_by_running_code_is_shown_once(made: Cell) -> None
     assert not frames_of_memlab(text)
 
 
+@pytest.mark.parametrize("line", ["", "--accumulate 2", "--bf16"])
+def test_an_error_in_an_operator_ends_in_the_line_that_called_it(cell: Cell, line: str) -> None:
+    cell(
+        "%xmode Context\nimport torch\n"
+        "class Net(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x) @ torch.ones(width, 1)\n"
+        "model, width, x = Net(8, 8), 8, torch.randn(4, 8)\noptimizer = torch.optim.SGD(model.parameters())"
+    )
+    step = "optimizer.zero_grad()\nmodel(x).sum().backward()\noptimizer.step()"
+    text = (ran := cell(f"%%memfit {line}\n{step}\nwidth = 7\n{step}")).out + ran.err
+    assert "shapes cannot be multiplied" in str(ran.error)
+    places = [each for each in text.splitlines() if re.match(r"(Cell In|File )", each)]
+    assert places[-1].endswith("in Net.forward(self, x)"), places
+
+
 @pytest.mark.parametrize("installed", ["before the cell", "in the cell"])
 def test_who_shows_errors_in_the_shell_stays(shell: Any, made: Cell, installed: str) -> None:
     """Packages that show tracebacks their own way put themselves in place of the shell's methods."""
