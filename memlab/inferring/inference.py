@@ -37,7 +37,7 @@ from memlab.records.inference import InferenceRecord
 from memlab.runtime.batch import Batch
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.hooks import CallHook, is_compiled, on_each_step
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.runtime.ownership import steps_some_of, unwrap_model
 from memlab.runtime.stand_ins import stand_in
@@ -146,7 +146,7 @@ class Inference:
             return
         with self._idle:
             self._idle.wait_for(lambda: not self._depth or self._thread == threading.get_ident())
-        with uninterrupted():
+        with deferred_interrupts():
             if self._records is None:
                 self._records = self.records
             self._meter.close()
@@ -172,7 +172,7 @@ class Inference:
     # -- attaching -----------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        with uninterrupted(), ExitStack() as undo:
+        with deferred_interrupts(), ExitStack() as undo:
             _attached[id(self.model)] = self
             undo.callback(_attached.pop, id(self.model), None)
             CallHook(self.model, self._on_forward).install(undo)
@@ -369,7 +369,7 @@ def inference(
     counted_on = device or device_for(parameter.device)
     made = None
     try:
-        with uninterrupted():
+        with deferred_interrupts():
             made = Inference(inner, precision, counted_on, optimizers)
     except BaseException:
         # whoever does not get it could not undo it

@@ -65,7 +65,7 @@ class Chooser(Observer):
                 self._session.switch(self._chosen(known), now=True)
             elif tape_of(known) is not None:
                 self._choose_again(known)
-                self.let_go()
+                self.close()
             return
         if tape is None or tape.problem:
             if is_first:
@@ -80,7 +80,7 @@ class Chooser(Observer):
         for session in (self._session, *self._session.companions):
             session.switch(plan, now=True)
         for chooser in self._choosers:
-            chooser.let_go()
+            chooser.close()
 
     def _follow(self, first: Session) -> None:
         """Take over the plan that was chosen for another model alone; the other leaves it after its step if this one refuses it."""
@@ -114,9 +114,9 @@ class Chooser(Observer):
             why = "none was recorded" if tape is None else tape.problem
             self._session.log.note(f"no plan is chosen for several models without a step of their loop: {why}")
         for chooser in self._choosers:
-            chooser.let_go()
+            chooser.close()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Choose no more."""
         self.workload, self.is_final = None, True
 

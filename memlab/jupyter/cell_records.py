@@ -83,7 +83,7 @@ class TakenModels:
         self.all[place : place + 1] = [taken]
         return taken
 
-    def let_go_of_dropped(self) -> None:
+    def forget_deleted(self) -> None:
         """Let go of models that the loop has dropped, as a search does with one before it goes on with the next.
 
         They are kept until another is called, for the receipt: many loops are functions, whose model goes when they end.

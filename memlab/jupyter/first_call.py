@@ -312,10 +312,10 @@ class ModelSearch:
             if is_over:
                 self._looking = None
                 if len(self._models.all) > 1:
-                    self._models.let_go_of_dropped()  # the graph of a loss may have kept one until now
+                    self._models.forget_deleted()  # the graph of a loss may have kept one until now
             return is_over
         optimizers = optimizers_of(called)
-        self._models.let_go_of_dropped()
+        self._models.forget_deleted()
         if self._models.sessions and all(
             taken.is_fresh and not each.steps and _holds(called, each.workload.model)
             for each, taken in self._models.present

@@ -110,7 +110,7 @@ def calls_for_freeing(error: BaseException) -> bool:
         >>> calls_for_freeing(error), calls_for_freeing(KeyError())
         (True, False)
     """
-    # whatever the handler of a shortage raised: what ran out of memory is pinned by it
+    # whatever the handler of an out-of-memory error raised: what ran out of memory is pinned by it
     if any(map(is_out_of_memory, errors_behind(error))):
         return True
     went_through = (_module_of(frame) for frame, _ in walk_tb(error.__traceback__))

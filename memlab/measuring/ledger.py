@@ -54,7 +54,7 @@ from memlab.measuring.observation import (
 from memlab.measuring.operator_effects import EFFECTS, OperatorEffect
 from memlab.records import Category, Phase
 from memlab.runtime.dispatch import WatchingMode, defers, is_within_compiled_call
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.tree import tensors_in
 from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
@@ -389,7 +389,7 @@ def _refusal(asked_bytes: int, live_bytes: int, capacity_bytes: int, storages: i
 
 def _restack(change: Callable[[list[TorchDispatchMode]], list[TorchDispatchMode]]) -> None:
     """Rebuild this thread's stack of dispatch modes, bottom first; a Ctrl-C on the way would lose the loop's own."""
-    with uninterrupted():
+    with deferred_interrupts():
         modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
         for mode in change(modes[::-1]):
             _push_mode(mode)

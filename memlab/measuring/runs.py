@@ -22,7 +22,7 @@ from memlab.records import Measurement, out_of_memory
 from memlab.records.comparison import Comparison
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import loss_of as scalar_loss_of
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.out_of_memory import collect
 from memlab.runtime.own_steps import own_steps
 from memlab.runtime.ownership import needs_closure
@@ -97,7 +97,7 @@ def _rehearsals(workloads: Sequence[Workload], plan: Plan, *, keep: bool) -> Ite
         with ExitStack() as rehearsals:
             yield [rehearsals.enter_context(_in_force(each, plan)) for each in workloads]
     finally:
-        with uninterrupted():
+        with deferred_interrupts():
             for snapshot in before:
                 snapshot.restore()
             for log, steps, entries in logged:  # steps that are put back are none of the loop's

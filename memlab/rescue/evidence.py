@@ -9,8 +9,8 @@ A guard costs time and stands between a loop and its graph. It is there when one
 
 A CPU without a capacity is never guarded: memory that runs out there ends the process, not the cell.
 
-What is lost in a shortage that this does not predict (another process took the memory; a step that needs more than a
-step with a larger batch did): the step that ran out, as without memlab. A forward pass is rescued even then, and from
+What is lost where memory runs out all the same (another process took it; a step needs more than one with a larger batch
+did): the step that ran out, as without memlab. A forward pass is rescued even then, and from
 that moment on every step is guarded.
 """
 

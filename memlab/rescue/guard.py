@@ -47,7 +47,7 @@ from memlab.rescue.repeatable import RepeatableCall, Run
 from memlab.rescue.start import Start
 from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import real
 from memlab.runtime.reach import has_backward_hooks
 
@@ -93,7 +93,7 @@ class GuardedCall(RepeatableCall):
             Whatever the model raises; nothing is kept then, and the state is to be restored by `start_over`.
         """
         began = graphs.sequence_nr()
-        with uninterrupted():
+        with deferred_interrupts():
             values = self._first_run()
         whole = [*(self._leaves[i] for i in self._inputs), *self._found.originals]
         values = _Guarded.apply(self, values, *whole, *self._aliases.originals)  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ class GuardedCall(RepeatableCall):
         keep = self._guardian.keeps_graph()
         self._backward_began = None
         while True:
-            shortage: BaseException | None = None
+            oom: BaseException | None = None
             try:
                 if self._backward_began is None and (self._runs_code or has_backward_hooks(self._model)):
                     self._backward_began = self._before.now()
@@ -185,10 +185,10 @@ class GuardedCall(RepeatableCall):
                 inputs = self._differentiate(wanted, keep=keep, retain=retain)
             except BaseException as error:
                 self._break_off()
-                shortage = self._guardian.recovery.as_refusal(error)
-                if not self._guardian.recovery.can_rescue(shortage):
-                    is_back = self._guardian.recovery.falls_back(shortage)
-                    shortage = None  # a name would keep it, and what its frames hold, in a cycle
+                oom = self._guardian.recovery.as_refusal(error)
+                if not self._guardian.recovery.can_rescue(oom):
+                    is_back = self._guardian.recovery.falls_back(oom)
+                    oom = None  # a name would keep it, and what its frames hold, in a cycle
                     if not is_back:
                         raise
             else:
@@ -198,8 +198,8 @@ class GuardedCall(RepeatableCall):
                     self._guardian.is_done(self)
                 return inputs
             self.undo_backward()
-            if shortage is not None:
-                self._guardian.makes_room(shortage, self, keeps_rows=self._keeps_rows(wanted))
+            if oom is not None:
+                self._guardian.makes_room(oom, self, keeps_rows=self._keeps_rows(wanted))
 
     def undo_backward(self) -> None:
         """Put back what code has changed in a backward pass that is to be repeated."""
@@ -357,7 +357,7 @@ class _Guarded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call, rest = ctx.node.call, ctx.node.rest
-        with uninterrupted():
+        with deferred_interrupts():
             if call is None and rest is not None:
                 return (None, None, *rest.gradients(gradients))
             if call is None:

@@ -159,16 +159,16 @@ class LoopCode(UncompiledMode):
         random = RandomState() if name.rstrip("_") in _DRAWING else None
         attempt = 0
         while True:
-            shortage: BaseException | None = None
+            oom: BaseException | None = None
             try:
                 return self._holding(func, args, kwargs)
             except BaseException as error:
                 is_changed = written and written != _versions((args, kwargs))
                 if is_changed or graphs.is_within_checkpoint() or not self._owner.recovery.can_rescue(error):
                     raise
-                shortage = error
+                oom = error
             attempt += 1
-            self._owner.makes_room_for_loop(shortage, attempt)
+            self._owner.makes_room_for_loop(oom, attempt)
             if random is not None:
                 random.restore()
 
@@ -227,7 +227,7 @@ class LoopCode(UncompiledMode):
         before = State((), code, Written(), self._owner.device) if code else None
         try:
             while True:
-                shortage: BaseException | None = None
+                oom: BaseException | None = None
                 self._can_repeat = True
                 self._to_free = [] if wanted.keeps else list(own.saved)
                 try:
@@ -237,13 +237,13 @@ class LoopCode(UncompiledMode):
                 except BaseException as error:
                     if not (self._can_repeat and self._owner.recovery.can_rescue(error)):
                         raise
-                    shortage = error
+                    oom = error
                 start_over()
                 self._owner.backward_runs_again()
                 if before is not None:
                     before.restore()
                 attempt += 1
-                self._owner.makes_room_for_loop(shortage, attempt)
+                self._owner.makes_room_for_loop(oom, attempt)
         finally:
             self.graph_is_kept_for_itself = self._keeps_all = self._can_repeat = False
             self._to_free = []

@@ -112,7 +112,7 @@ class Recovery:
             make_room: called with the error once it is handled no more, so that nothing is held by its frames.
         """
         while True:
-            shortage: BaseException | None = None
+            oom: BaseException | None = None
             try:
                 done = work()
             except BrokenUpdateError:
@@ -121,11 +121,11 @@ class Recovery:
             except BaseException as error:
                 if not self.can_rescue(error):
                     raise
-                shortage = error
-            if shortage is None:
+                oom = error
+            if oom is None:
                 self.settle()
                 return done
-            make_room(shortage)
+            make_room(oom)
 
     def can_rescue(self, error: BaseException) -> bool:
         """Return whether memory ran out, or a plan that was tried against that does not apply.

@@ -176,12 +176,10 @@ class Rescuer:
                 return run(*args, **kwargs)
             return guarded.outputs()
 
-        def make_room(shortage: BaseException) -> None:
+        def make_room(oom: BaseException) -> None:
             if guarded is not None and (guarded.unreadable or not guarded.can_start_over):
-                raise shortage
-            self.recovery.make_room(
-                shortage, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None
-            )
+                raise oom
+            self.recovery.make_room(oom, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None)
 
         goes_on = False
         try:
@@ -266,17 +264,17 @@ class Rescuer:
     def _call_unguarded(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward as the loop wrote it; should memory run out against all evidence, guard it and what follows."""
         start, weights = Start(self._model, self._live_session.workload.device, None), Weights(self._model)
-        shortage: BaseException | None = None
+        oom: BaseException | None = None
         try:
             return run(*args, **kwargs)
         except BaseException as error:
             if not (weights.are_untouched and self.recovery.can_rescue(error)) or self._reads_on():
                 raise
-            shortage = error
+            oom = error
         assert self._evidence is not None
         self._evidence.ran_out()
         self.recovery.rows = Batch(args, kwargs).rows or 1
-        self.recovery.make_room(shortage, Place.FORWARD, start.restore)
+        self.recovery.make_room(oom, Place.FORWARD, start.restore)
         return self.call(run, args, kwargs)
 
     def _reads_on(self) -> bool:
@@ -293,11 +291,11 @@ class Rescuer:
         self.recovery.rows = Batch(args, kwargs).rows or 1
         start, weights = Start(self._model, session.workload.device), Weights(self._model)
 
-        def make_room(shortage: BaseException) -> None:
+        def make_room(oom: BaseException) -> None:
             nonlocal weights
             if start.state.unreadable or not weights.are_untouched:
-                raise shortage
-            self.recovery.make_room(shortage, Place.FORWARD, start.restore)
+                raise oom
+            self.recovery.make_room(oom, Place.FORWARD, start.restore)
             weights = Weights(self._model)
 
         return self.recovery.until_it_fits(lambda: run(*args, **kwargs), make_room)
@@ -332,7 +330,7 @@ class Rescuer:
         update = Update(optimizer, lambda error: self.recovery.free(Place.STEP, error))
         return self.recovery.until_it_fits(
             lambda: update.run(self._live_session.techniques),
-            lambda shortage: self.recovery.make_room(shortage, Place.STEP, is_as_before=not update.is_partly_done),
+            lambda oom: self.recovery.make_room(oom, Place.STEP, is_as_before=not update.is_partly_done),
         )
 
     def leave_own_code(self) -> None:

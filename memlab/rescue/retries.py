@@ -6,7 +6,7 @@ again takes a multiple of its time. Two causes look the same from outside:
 
 - *Fragmentation*: what is free is cached in pieces of the wrong sizes, as with batches of mixed lengths. At the peak the
   allocator holds much more than the tensors need. Expandable segments, which grow and shrink in place, cure it.
-- *Shortage*: nearly all it holds are tensors. Smaller micro-batches cure it.
+- *Too little memory*: nearly all it holds are tensors. Smaller micro-batches cure it.
 
 Fragmentation can be told from the two peaks of a step: at the moment of a retry, tensors and the request together are
 at most the allocated peak, and the allocator has reached all it can get, the reserved peak.

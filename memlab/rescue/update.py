@@ -35,7 +35,7 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import with_gradient
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import WatchingMode, defers
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.state_layers import order_state
 from memlab.techniques.base import Technique
@@ -197,31 +197,31 @@ class Retrying(WatchingMode):
     ) -> Any:
         if types and defers(types):
             return NotImplemented
-        shortage: Exception | None = None
+        oom: Exception | None = None
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            shortage = error
-        if shortage is not None:
-            out = self._again(func, args, kwargs or {}, shortage)
+            oom = error
+        if oom is not None:
+            out = self._again(func, args, kwargs or {}, oom)
         self.has_written = self.has_written or bool(_written(func))
         return out
 
-    def _again(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shortage: Exception) -> Any:
+    def _again(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], oom: Exception) -> Any:
         if not may_repeat(func, args, kwargs):
             self.has_written = True
-            raise shortage
+            raise oom
         for _ in range(_ATTEMPTS):
-            self._free(shortage)
+            self._free(oom)
             try:
                 return func(*args, **kwargs)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                shortage = error
-        raise shortage
+                oom = error
+        raise oom
 
 
 def may_repeat(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -307,18 +307,18 @@ class Update:
         """
         if any(t.changes_state or t.parameters_visit or t.stepper(self._optimizer) for t in techniques):
             return self._run_in_buckets(techniques, self._copy_for)
-        shortage: BaseException | None = None
+        oom: BaseException | None = None
         try:
-            with uninterrupted(), self._retrying:
+            with deferred_interrupts(), self._retrying:
                 return self._run_natively(techniques)
         except BaseException as error:
             if not (self._is_exposed and self._retrying.has_written and is_out_of_memory(error)):
                 raise
-            shortage = error
-        release(shortage)
+            oom = error
+        release(oom)
         raise BrokenUpdateError(
             f"memory ran out in the middle of an update of {type(self._optimizer).__name__}, although there was plenty "
-            f"when it began; weights and moments are partly updated: go back to a checkpoint ({shortage})"
+            f"when it began; weights and moments are partly updated: go back to a checkpoint ({oom})"
         )
 
     def _run_natively(self, techniques: Sequence[Technique]) -> bool:

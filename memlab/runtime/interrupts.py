@@ -7,7 +7,7 @@ been: Python's own, which raises, or that of a kernel, of an event loop, of a li
 
 Rules:
 
-1. memlab's code that stands between the loop and torch runs `uninterrupted`; the user's code that it calls (the
+1. memlab's code that stands between the loop and torch runs `deferred_interrupts`; the user's code that it calls (the
    model's own forward, a closure) runs `interruptible`, so that a Ctrl-C arises there and in none of memlab's frames.
 2. What begins in one call and ends in another (the hooks before and after a step) holds back from `hold_back` to
    `HeldBack.end`, or until the function that calls both is over.
@@ -145,8 +145,8 @@ class Listener(_Layer):
             heard(lambda: self.previous(number, frame))
 
 
-class _Uninterrupted:
-    """See `uninterrupted`. No generator: one that is interrupted between its call and its code would end who knows when."""
+class _Deferred:
+    """See `deferred_interrupts`. No generator: one that is interrupted between its call and its code would end who knows when."""
 
     def __enter__(self) -> Interrupts:
         handler = _handler()
@@ -191,7 +191,7 @@ class _Interruptible:
             signal.signal(signal.SIGINT, held)
 
 
-def uninterrupted() -> AbstractContextManager[Interrupts]:
+def deferred_interrupts() -> AbstractContextManager[Interrupts]:
     """Hold back Ctrl-C until the end of the block.
 
     Blocks may be nested: what came is delivered at the end of the outermost.
@@ -203,21 +203,21 @@ def uninterrupted() -> AbstractContextManager[Interrupts]:
     Example:
         >>> reached = []
         >>> try:
-        ...     with uninterrupted():
+        ...     with deferred_interrupts():
         ...         signal.raise_signal(signal.SIGINT)
         ...         reached.append("the end")
         ... except KeyboardInterrupt:
         ...     print(reached)
         ['the end']
     """
-    return _Uninterrupted()
+    return _Deferred()
 
 
 def interruptible() -> AbstractContextManager[None]:
     """Let Ctrl-C through within a block that holds it back: the user's own code runs here.
 
     Example:
-        >>> with uninterrupted():
+        >>> with deferred_interrupts():
         ...     try:
         ...         with interruptible():
         ...             signal.raise_signal(signal.SIGINT)

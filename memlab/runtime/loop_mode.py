@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 
 
 class LoopMode(TorchFunctionMode):
@@ -164,7 +164,7 @@ def _default_device() -> Any:
 
 def _restack(modes: list[TorchFunctionMode]) -> None:
     """Rebuild this thread's stack of function modes, bottom first; a Ctrl-C on the way would lose the loop's own."""
-    with uninterrupted():
+    with deferred_interrupts():
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in modes:

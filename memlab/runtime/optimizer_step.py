@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
-from memlab.runtime.interrupts import Caller, uninterrupted
+from memlab.runtime.interrupts import Caller, deferred_interrupts
 from memlab.runtime.state_entries import Optimizer, Parameter, restored, set_state
 from memlab.runtime.state_layers import SMALL_ELEMENTS, at_home, pack_again, packed, unpacked
 
@@ -69,7 +69,7 @@ def take_over(update: Callable[[Optimizer], object]) -> StepHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _, *rest = args
         rest, kwargs = _evaluated(rest, kwargs)
-        with uninterrupted():
+        with deferred_interrupts():
             update(optimizer)
         return (standin(optimizer), *rest), kwargs
 
@@ -334,7 +334,7 @@ class OwnStep:
         self._inner = 0
         _close_open_steps_at_exit()
         _open_steps.add(self)
-        with uninterrupted():
+        with deferred_interrupts():
             self._open.enter_context(_opened(optimizer, techniques))
 
     def is_around(self, frame: FrameType) -> bool:
@@ -355,7 +355,7 @@ class OwnStep:
 
     def close(self) -> None:
         """Pack state again."""
-        with uninterrupted():
+        with deferred_interrupts():
             self._open.close()
         _open_steps.discard(self)
 

@@ -6,7 +6,7 @@ Rules of recognition:
    none: less memory does not help it.
 2. By text, of a `RuntimeError` only: libraries below torch have no type of their own for it. The texts are in
    `_TEXTS`; words such as "memory" alone are never enough ("memory format").
-3. An error raised *from* a recognised one counts: whoever wrote ``raise X from shortage`` says that X is its
+3. An error raised *from* a recognised one counts: whoever wrote ``raise X from oom`` says that X is its
    consequence. An error that merely came up *while* one was handled does not count, unless rules 1 and 2 recognise
    it by itself: it is the failure of a handler, and another batch size would not heal it.
 4. A group of errors counts when a member does: the others may be consequences (cancelled siblings), and those that
@@ -74,7 +74,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         >>> is_out_of_memory(RuntimeError("unsupported memory format option Preserve"))
         False
     """
-    return next(_shortages(error), None) is not None
+    return next(_out_of_memory_errors(error), None) is not None
 
 
 def requested_bytes(error: BaseException | None) -> int | None:
@@ -87,7 +87,7 @@ def requested_bytes(error: BaseException | None) -> int | None:
         >>> requested_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"))
         2147483648
     """
-    sizes = (_size_in(str(shortage)) for shortage in _shortages(error))
+    sizes = (_size_in(str(oom)) for oom in _out_of_memory_errors(error))
     return next((size for size in sizes if size is not None), None)
 
 
@@ -143,8 +143,8 @@ def collect() -> None:
         torch.cuda.empty_cache()
 
 
-def _shortages(error: BaseException | None) -> Iterator[BaseException]:
-    """The errors behind an error that are shortages by themselves, the outermost first."""
+def _out_of_memory_errors(error: BaseException | None) -> Iterator[BaseException]:
+    """The errors behind an error that say by themselves that memory ran out, the outermost first."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

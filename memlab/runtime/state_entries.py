@@ -17,7 +17,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.callers import is_own_code
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 
 if TYPE_CHECKING:  # techniques import what imports this module
     from memlab.techniques.base import State
@@ -102,7 +102,7 @@ class PackedState(dict[str, Any]):
             return
         own = self._own_form(dict(self))
         if own is not None:
-            with uninterrupted():
+            with deferred_interrupts():
                 self.closed = self.around(dict(self))
                 self.clear()
                 self.update(own)

@@ -21,7 +21,7 @@ import torch
 
 from memlab.runtime.away import sent_away
 from memlab.runtime.dispatch import never_compile
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.state_entries import (
     Followed,
     Optimizer,
@@ -358,6 +358,6 @@ def order_state(optimizer: Optimizer, known: int) -> None:
     made = [*optimizer.state][known:]
     of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
     places = {id(parameter): place for place, parameter in enumerate(of_groups)}
-    with uninterrupted():
+    with deferred_interrupts():
         for key in sorted(made, key=lambda each: places.get(id(each), len(places))):
             optimizer.state[key] = optimizer.state.pop(key)

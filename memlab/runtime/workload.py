@@ -83,7 +83,7 @@ class Workload:
         same._model, same.optimizers = weakref.ref(self.model), [*self.optimizers]
         return same
 
-    def _let_go(self) -> None:
+    def _drop_optimizers(self) -> None:
         """Drop the optimizers, where the model is held weakly: nobody trains by this workload any more."""
         if isinstance(self._model, weakref.ref):
             self.optimizers.clear()

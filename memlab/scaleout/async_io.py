@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from memlab.errors import ScaleError
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 
 INSTALL = "apt-get install g++ libaio-dev (or CXX, CFLAGS and LDFLAGS that say where they are)"
 _BUILD = "from memlab.scaleout.async_io import _build; _build()"
@@ -156,7 +156,7 @@ def _build_in(folder: Path, device: torch.device, say: Callable[[str], object]) 
     if device.type == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
     # what comes while Ctrl-C is held back is delivered between two looks at the build
-    with uninterrupted() as interrupts, log.open("wb") as output:
+    with deferred_interrupts() as interrupts, log.open("wb") as output:
         build = subprocess.Popen(  # noqa: S603 - this interpreter
             [sys.executable, "-c", _BUILD], stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment,
             start_new_session=True,

@@ -29,7 +29,7 @@ from torch import nn
 from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
 from memlab.runtime.hooks import chained
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
@@ -196,7 +196,7 @@ class InProcessEngine(LiveEngine):
         """An engine in which something has failed is made anew; weights, moments and gradients are with the user."""
         if self._started is not None and not self._is_under_way:
             return
-        with uninterrupted():
+        with deferred_interrupts():
             optimizers = self._optimizers
             for optimizer in optimizers if self._started is not None else ():
                 self.give_back_optimizer(optimizer)

@@ -27,7 +27,7 @@ from memlab.rescue.outputs import Path, at, differentiable, replaced
 from memlab.runtime.autocast import CallContext
 from memlab.runtime.backward import is_added
 from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, other_results
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.model_state import State
 
 Gradients = Sequence[torch.Tensor | None]
@@ -132,7 +132,12 @@ class OwnBackward:
         args, kwargs = tree_unflatten([views.get(id(leaf), leaf) for leaf in self._leaves], self._spec)
         # an engine may keep weights elsewhere
         weights = {name: p.to(self._device) for name, p in self._parameters.items() if p.device != self._device}
-        as_then = (uninterrupted(), self._state.again(with_graphs=True), self._context.entered(), torch.enable_grad())
+        as_then = (
+            deferred_interrupts(),
+            self._state.again(with_graphs=True),
+            self._context.entered(),
+            torch.enable_grad(),
+        )
         with ExitStack() as contexts:
             for context in (*as_then, _reparametrize_module(self._model, weights)):
                 contexts.enter_context(context)

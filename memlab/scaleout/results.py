@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.workload import Workload
 from memlab.scaleout import serialization, tensors
 from memlab.scaleout.engines.base import Engine
@@ -73,7 +73,7 @@ def restore_results(folder: Path, results: Results, workload: Workload) -> None:
     }
     tensors.fill(arrived, folder)
     # nothing that could fail comes after this line: all is read and checked
-    with uninterrupted(), torch.no_grad():
+    with deferred_interrupts(), torch.no_grad():
         for key, tensor in {**tensors.parameter_keys(workload.model), **tensors.buffer_keys(workload.model)}.items():
             tensor.copy_(arrived[key])
         for number, optimizer in enumerate(workload.optimizers):

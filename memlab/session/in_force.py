@@ -33,7 +33,7 @@ from memlab.plan import Plan
 from memlab.runtime import state_entries, state_layers
 from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
-from memlab.runtime.interrupts import Interrupts, uninterrupted
+from memlab.runtime.interrupts import Interrupts, deferred_interrupts
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
@@ -115,7 +115,7 @@ class InForce:
             return
         state_entries.note_held(self.optimizers)
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
-        with uninterrupted() as interrupts:
+        with deferred_interrupts() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
             self._follow(plan)
             if is_on_gpu and self.techniques != before:
@@ -146,7 +146,7 @@ class InForce:
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Put the techniques in force on one more optimizer: all of them, or none."""
-        with uninterrupted():
+        with deferred_interrupts():
             self.optimizers.append(optimizer)
             if not self._entries:
                 return

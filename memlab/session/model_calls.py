@@ -15,7 +15,7 @@ from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
-from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.lazy import requires_grad
 from memlab.session.tape import recorder_here
 from memlab.techniques.base import Technique
@@ -141,5 +141,5 @@ def _through(
 
     if not wrappers:
         return own(*args, **kwargs)
-    with uninterrupted():
+    with deferred_interrupts():
         return chained(wrappers, own)(*args, **kwargs)

@@ -24,7 +24,7 @@ from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import state_layers
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook, install_step_hooks, keep_last, on_each_step
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.observer import Observer
 from memlab.runtime.ownership import WITHOUT_VALUES, is_made, stepped_by, steps_some_of, unwrap_optimizer
 from memlab.runtime.workload import Workload
@@ -138,7 +138,7 @@ class Session:
         if not self.attached:
             return
         _alive = self.workload.model  # until the end: without a plan the session does not keep it
-        with uninterrupted():
+        with deferred_interrupts():
             self.wake()
             self.position.end_own_step()
             if self.rescuer is not None:
@@ -150,7 +150,7 @@ class Session:
                     self.rescuer.attach(self)
                 raise
             self._hooks.close()
-            self.workload._let_go()
+            self.workload._drop_optimizers()
 
     def __enter__(self) -> Self:
         self._require_attached()
@@ -218,7 +218,7 @@ class Session:
 
     def loop_was_left(self) -> None:
         """Discard the state of a step that an error has interrupted and that will not be continued."""
-        with uninterrupted():
+        with deferred_interrupts():
             self.position.end_own_step()
             for technique in self.techniques:
                 technique.broken_off()
@@ -274,7 +274,7 @@ class Session:
 
     def _attach(self) -> None:
         model = self.workload.model
-        with uninterrupted(), ExitStack() as hooks:
+        with deferred_interrupts(), ExitStack() as hooks:
             together.by_model[self._model_id] = self
             hooks.callback(together.by_model.pop, self._model_id, None)
             self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced, self._calls.refuse_replicas)
@@ -303,9 +303,9 @@ class Session:
             # an earlier session has just taken it over, and sees to its state
             self.in_force.change(self.plan)
         self.switching.retry(lambda: self.in_force.check_optimizer(optimizer))
-        with uninterrupted():
+        with deferred_interrupts():
             if self.workload.optimizers:
-                self._let_go_of_dropped()
+                self._forget_dropped()
             self._add_optimizer(optimizer, self._hooks)
             self.workload.optimizers.append(optimizer)
             self.log.note(f"found optimizer {type(optimizer).__name__}")
@@ -319,7 +319,7 @@ class Session:
             self._added[id(optimizer)] = added = hooks.pop_all()
             undo.push(added)
 
-    def _let_go_of_dropped(self) -> None:
+    def _forget_dropped(self) -> None:
         """Let go of optimizers that the loop has dropped, moments and all, where no plan is on them."""
         if self.techniques:
             return
@@ -413,7 +413,7 @@ def fit(
     rescuer = Rescuer() if rescue is True else rescue or None
     session = None
     try:
-        with uninterrupted():
+        with deferred_interrupts():
             session = Session(workload, observers, rescuer)
             session.switch(wanted, now=True)
     except BaseException:

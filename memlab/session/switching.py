@@ -21,7 +21,7 @@ from torch import nn
 
 from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.plan import Plan
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.workload import Workload
@@ -127,7 +127,7 @@ class Switching:
         if plan != self.in_force.plan:
             beside = {id(each): each.workload for each in (*self._companions(), *sharing(self._workload))}
             require_compatible(self._workload, plan, [*beside.values()])
-        with uninterrupted():
+        with deferred_interrupts():
             before = self.in_force.plan
             # a rescue may stand in the middle of an update, which is completed first
             self.in_force.change(plan, to_the_end=to_the_end or of_rescue)

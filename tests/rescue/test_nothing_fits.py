@@ -97,7 +97,9 @@ def test_attempts_of_another_step_say_so() -> None:
 def test_plans_that_there_was_no_room_to_change_to_are_named() -> None:
     no_room = [Plan.parse("--adam8bit"), Plan.parse("--adam8bit")]
 
-    assert "try: as written (in the forward pass); --adam8bit (no room to change plans)." in nothing_fits([attempt()], no_room)
+    assert "try: as written (in the forward pass); --adam8bit (no room to change plans)." in nothing_fits(
+        [attempt()], no_room
+    )
 
 
 # -- how far off

@@ -133,7 +133,7 @@ def run(case: Case, sequence: list[Move]) -> tuple[list[float], Session]:
     structure, threads = fingerprint(model, [optimizer]), threading.active_count()
     losses: list[float] = []
     with pythons_own_handler(), pytest.MonkeyPatch.context() as patched:
-        # a collection after each injected shortage would take most of the time
+        # a collection after each injected error would take most of the time
         patched.setattr("memlab.session.in_force.gc", SimpleNamespace(collect=lambda: None))
         session = fit(workload)
         try:

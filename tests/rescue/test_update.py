@@ -89,16 +89,16 @@ def undisturbed(make: Make, seen: int) -> Snapshot:
 def persistent(update: Update) -> None:
     """Run an update again until it is done, as a rescuer does; small faults are over by then."""
     while True:
-        shortage = None
+        oom = None
         try:
             update.run([])
         except BrokenUpdateError:
             raise
         except torch.OutOfMemoryError as error:
-            shortage = error
-        if shortage is None:
+            oom = error
+        if oom is None:
             return
-        release(shortage)
+        release(oom)
 
 
 def updates_with_faults(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memlab.runtime.interrupts import hold_back, interruptible, listen, uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts, hold_back, interruptible, listen
 from tests.helpers.ctrl_c import interrupt, pythons_own_handler  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("pythons_own_handler")
@@ -19,20 +19,20 @@ pytestmark = pytest.mark.usefixtures("pythons_own_handler")
 def test_it_comes_at_the_end_and_once() -> None:
     log = []
     with pytest.raises(KeyboardInterrupt):
-        with uninterrupted() as interrupts:
+        with deferred_interrupts() as interrupts:
             interrupt()
             interrupt()
             log.append(interrupts.came)
     assert log == [True]
-    with uninterrupted():
+    with deferred_interrupts():
         pass
 
 
 def test_it_comes_at_the_end_of_the_outermost() -> None:
     log = []
     with pytest.raises(KeyboardInterrupt):
-        with uninterrupted() as outer:
-            with uninterrupted() as inner:
+        with deferred_interrupts() as outer:
+            with deferred_interrupts() as inner:
                 interrupt()
             log.append("still whole")
             assert inner is outer
@@ -42,7 +42,7 @@ def test_it_comes_at_the_end_of_the_outermost() -> None:
 def test_it_comes_where_it_may() -> None:
     log = []
     with pytest.raises(KeyboardInterrupt):
-        with uninterrupted(), uninterrupted() as interrupts:
+        with deferred_interrupts(), deferred_interrupts() as interrupts:
             interrupts.deliver()
             interrupt()
             interrupts.deliver()
@@ -52,7 +52,7 @@ def test_it_comes_where_it_may() -> None:
 
 def test_it_comes_besides_another_error() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
-        with uninterrupted():
+        with deferred_interrupts():
             interrupt()
             raise ValueError("the other")
     assert isinstance(caught.value.__context__, ValueError)
@@ -65,7 +65,7 @@ def test_another_handler_gets_it() -> None:
         got.append((number, frame is not None))
 
     signal.signal(signal.SIGINT, handler)
-    with uninterrupted():
+    with deferred_interrupts():
         interrupt()
         assert got == []
     assert got == [(signal.SIGINT, True)]
@@ -75,7 +75,7 @@ def test_another_handler_gets_it() -> None:
 
 def test_a_handler_put_in_meanwhile_stays() -> None:
     got: list[int] = []
-    with uninterrupted():
+    with deferred_interrupts():
         signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
     interrupt()
     assert got == [signal.SIGINT]
@@ -85,7 +85,7 @@ def test_a_handler_put_in_meanwhile_stays() -> None:
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_what_python_does_not_handle_stays(handler: Any) -> None:
     signal.signal(signal.SIGINT, handler)
-    with uninterrupted() as interrupts:
+    with deferred_interrupts() as interrupts:
         assert signal.getsignal(signal.SIGINT) is handler
         if handler is signal.SIG_IGN:
             interrupt()
@@ -97,7 +97,7 @@ def test_on_another_thread_nothing_is_held_back() -> None:
     seen: list[Any] = []
 
     def elsewhere() -> None:
-        with uninterrupted():
+        with deferred_interrupts():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=elsewhere)
@@ -105,7 +105,7 @@ def test_on_another_thread_nothing_is_held_back() -> None:
     thread.join()
     assert seen == [signal.default_int_handler]
     # nor does one that ends there end that of the main thread
-    with uninterrupted() as interrupts:
+    with deferred_interrupts() as interrupts:
         held = signal.getsignal(signal.SIGINT)
         thread = threading.Thread(target=elsewhere)
         thread.start()
@@ -164,7 +164,7 @@ def test_a_listener_goes_with_its_object(is_held: bool) -> None:
     del hearing
     gc.collect()
     if is_held:
-        with uninterrupted():
+        with deferred_interrupts():
             pass
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -174,7 +174,7 @@ def test_what_held_it_back_does_so_again_where_a_listener_went_or_came_meanwhile
     before, reached, hearing = signal.getsignal(signal.SIGINT), False, _Hearing()
     if not comes:
         listen(hearing.hear)
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         with interruptible():
             if comes:
                 listen(hearing.hear)

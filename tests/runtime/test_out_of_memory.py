@@ -23,7 +23,7 @@ CUDA_TEXT = (
     "free. Process 7 has 77.90 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 5.00 "
     "GiB is reserved by PyTorch but unallocated."
 )
-SHORTAGES = [
+OUT_OF_MEMORY = [
     torch.OutOfMemoryError(CUDA_TEXT),
     torch.OutOfMemoryError("in whatever words"),
     RuntimeError(CUDA_TEXT),
@@ -72,7 +72,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: f"{type(error).__name__} {error}"[:60])
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: f"{type(error).__name__} {error}"[:60])
 def test_a_shortage_is_recognised(error: BaseException) -> None:
     assert is_out_of_memory(error)
 

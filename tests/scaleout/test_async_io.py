@@ -15,7 +15,7 @@ import torch
 
 from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Plan
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.scaleout import async_io
 from memlab.scaleout.engines import live_engine
 from tests.helpers.needs import needs
@@ -77,7 +77,7 @@ def test_ctrl_c_ends_it_and_the_next_run_builds(cache: Path, monkeypatch: pytest
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         if held_back:
-            with uninterrupted():
+            with deferred_interrupts():
                 async_io.ensure_built(CPU, lambda _: None)
         else:
             async_io.ensure_built(CPU, lambda _: None)

@@ -840,7 +840,7 @@ def test_a_rescue_does_not_split_what_nobody_could_compare(monkeypatch: pytest.M
 
 
 def test_what_memory_ran_out_under_is_not_split_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All the way from the shortage: the loop ends as it does without a rescue."""
+    """All the way from the oom: the loop ends as it does without a rescue."""
     monkeypatch.setattr(_judge.Judge, "_compares_values", lambda *_: False)
     model = _Tight()
     with fit(workload(model)) as session, pytest.raises(NothingFitsError):

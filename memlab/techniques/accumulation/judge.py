@@ -77,7 +77,7 @@ class Judge:
         ranges = row_ranges(rows, parts)
         compared = partial(self._compared_without_gradients, call, whole, layout, micro_rows)
         while True:
-            shortage: BaseException | None = None
+            oom: BaseException | None = None
             try:
                 # steps of the plan run as many rows as a part has, so that only running them tells whether they fit
                 if rows > max(2, micro_rows) and not self._has_room_for(call, whole, layout, rows):
@@ -93,8 +93,8 @@ class Judge:
                     raise
                 if rows <= max(2, micro_rows) and micro_rows > 1:
                     raise
-                shortage = error
-            release(shortage)
+                oom = error
+            release(oom)
             gc.collect()
             if rows <= 2:
                 self.compared_rows = compared(None)

@@ -17,7 +17,7 @@ from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
 from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, other_results
 from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.modules import Modes
 from memlab.runtime.rng import Randomness, is_generator
@@ -357,7 +357,7 @@ class MicroRun:
                 KEEP_WHOLE,
             )
         is_differentiated = torch.is_grad_enabled()  # as autograd has it under create_graph
-        with uninterrupted(), hooks.within(self._under_way):
+        with deferred_interrupts(), hooks.within(self._under_way):
             return (self.differentiable_gradients if is_differentiated else self.gradients)(outer)
 
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

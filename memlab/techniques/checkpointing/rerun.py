@@ -26,7 +26,7 @@ from memlab.runtime.aliases import put_back
 from memlab.runtime.autocast import CallSettings
 from memlab.runtime.dispatch import StorageWatch, defers
 from memlab.runtime.graphs import is_within_checkpoint
-from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
 from memlab.techniques.checkpointing.observers import Observers
 from memlab.techniques.checkpointing.recomputation import Comparison, Recomputation
@@ -267,7 +267,7 @@ def recomputed(
         body = comparison.twice(*_runs(run, call, given, products))
         saved = run.saved(watched=watched)
         try:
-            with uninterrupted(), comparison.first() as check:
+            with deferred_interrupts(), comparison.first() as check:
                 output = checkpoint(
                     body,
                     *saved,

@@ -60,7 +60,7 @@ from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of, size_of
-from memlab.runtime.interrupts import Listener, listen, uninterrupted
+from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import gradient_is_held, overlap
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.state_layers import order_state
@@ -347,7 +347,7 @@ class GradientRelease(Technique):
 
     def _completed(self, parameter: nn.Parameter) -> None:
         """The gradient of a parameter is complete."""
-        with uninterrupted(), self._lock:
+        with deferred_interrupts(), self._lock:
             if self._is_withdrawn:
                 return
             if id(parameter) in self._used:
@@ -390,7 +390,7 @@ class GradientRelease(Technique):
             torch.autograd.Variable._execution_engine.queue_callback(partial(_told_to, method, number))
 
     def _pass_ended(self, number: int) -> None:
-        with uninterrupted(), self._lock:
+        with deferred_interrupts(), self._lock:
             for optimizer, step in list(self._steps.items()):
                 if step.has_released and step.waiting:
                     self._release(optimizer, step)

@@ -37,7 +37,7 @@ from memlab.runtime.autocast import without_cached_casts
 from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.graphs import is_transformed, why_as_written
 from memlab.runtime.homes import rests
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import WhileAlive, is_shared
 from memlab.runtime.stand_ins import keep_out_of_copies
@@ -76,14 +76,14 @@ class Link:
         with torch.inference_mode(False):
             target = stored.new_empty_strided(stored.shape, stored.stride(), device=self.device)
             ticket = self._streams.fetch(target, stored, after=self._sent.get(storage_of(stored)))
-        self._streams.let_go(ticket)
+        self._streams.release(ticket)
         return ticket
 
     def send(self, tensor: torch.Tensor, stored: torch.Tensor) -> None:
         """Begin to copy off the device; what was stored may be read after `settle`."""
         with torch.inference_mode(False):
             ticket = self._streams.send(stored, tensor)
-        self._streams.let_go(ticket)
+        self._streams.release(ticket)
         self._sent[storage_of(stored)] = ticket.left
 
     def settle(self) -> None:
@@ -172,11 +172,11 @@ class BlockStreaming:
 
     Example:
         >>> from memlab.plan import Tier
-        >>> block, residence = nn.Linear(2, 2), None
-        >>> residence = BlockStreaming([block], Link(block.weight.device), Spill(Tier.DISK))
-        >>> residence.send_away(block.weight)
+        >>> block, streaming = nn.Linear(2, 2), None
+        >>> streaming = BlockStreaming([block], Link(block.weight.device), Spill(Tier.DISK))
+        >>> streaming.send_away(block.weight)
         >>> resting = block.weight.data_ptr()
-        >>> with residence.in_use(block):
+        >>> with streaming.in_use(block):
         ...     block.weight.data_ptr() == resting
         False
         >>> block.weight.data_ptr() == resting
@@ -400,8 +400,8 @@ class BlockStreaming:
 class _BlockHook:
     """A hook on a block."""
 
-    def __init__(self, residence: BlockStreaming, block: nn.Module) -> None:
-        self._block_streaming = residence
+    def __init__(self, streaming: BlockStreaming, block: nn.Module) -> None:
+        self._block_streaming = streaming
         self._block = block
 
 
@@ -409,7 +409,7 @@ class _Begins(_BlockHook):
     """Called before a block's forward."""
 
     def __call__(self, *_: Any) -> None:
-        with uninterrupted():
+        with deferred_interrupts():
             self._block_streaming.begin(self._block)
 
     def in_use(self) -> AbstractContextManager[None]:
@@ -421,7 +421,7 @@ class _Ends(_BlockHook):
     """Called after it, also when it raised."""
 
     def __call__(self, *_: Any) -> None:
-        with uninterrupted():
+        with deferred_interrupts():
             self._block_streaming.end(self._block)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.optimizer_step import plain_stepper, restored_on_failure
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.offload.spill import Spill
@@ -89,7 +89,7 @@ class HostUpdate:
 
     def __call__(self, parameters: Sequence[Parameter]) -> None:
         small = [parameter for parameter in parameters if parameter.numel() < SMALL_ELEMENTS]
-        with uninterrupted(), torch.no_grad():
+        with deferred_interrupts(), torch.no_grad():
             chosen = [(group, large) for group in self._optimizer.param_groups if (large := _large(group, parameters))]
             updates = [self._prepared(group, large) for group, large in chosen]
             if small:

@@ -387,10 +387,10 @@ class _Gradients:
         self.is_held: Callable[[Parameter], bool] = gradient_is_held
         self._adding = _OneAtATime()
 
-    def serve(self, residence: BlockStreaming) -> None:
-        """Have gradients follow the parameters that rest in a residence."""
-        self._streaming = residence
-        residence.backward_ended = self.pass_ended
+    def serve(self, streaming: BlockStreaming) -> None:
+        """Have gradients follow the parameters that rest in a streaming."""
+        self._streaming = streaming
+        streaming.backward_ended = self.pass_ended
 
     def watch(self, parameter: Parameter) -> None:
         """Have the gradients of a parameter, or an alias of one, leave; harmless when that is so already."""

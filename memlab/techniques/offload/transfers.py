@@ -7,7 +7,7 @@ Rules:
 2. A copy starts when the computation has come to where it was asked for: what it reads is written by then, and what
    it writes nobody reads any more.
 3. Whatever a copy reads or writes is held by its `Ticket`. A ticket may be dropped once the computation has been made
-   to wait for it; not before, or the memory would be given to somebody else while the copy runs. (`let_go` allows it
+   to wait for it; not before, or the memory would be given to somebody else while the copy runs. (`release` allows it
    by `Tensor.record_stream`, but then memory comes back at times nobody can predict.)
 4. A region of a pool that is used again was last written by the stream out, which keeps its order, or read by the
    stream in, which `send(…, reused=True)` waits for.
@@ -77,7 +77,7 @@ class CopyStreams:
             target.copy_(source)
         return Ticket(target, source, self)
 
-    def let_go(self, ticket: Ticket) -> None:
+    def release(self, ticket: Ticket) -> None:
         """Keep what a copy reads or writes on the device until it is done, whoever drops its ticket before."""
 
     def wait(self, ticket: Ticket) -> None:
@@ -110,7 +110,7 @@ class CudaCopyStreams(CopyStreams):
             self._in.wait_event(after)
         return self._copied(self._in, target, source)
 
-    def let_go(self, ticket: Ticket) -> None:
+    def release(self, ticket: Ticket) -> None:
         if ticket.target.is_cuda:
             ticket.target.record_stream(self._in)
         else:

@@ -28,7 +28,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from memlab.errors import RefusalError
 from memlab.runtime.aliases import is_in_shared_memory
-from memlab.runtime.interrupts import interruptible, uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.touch import own_class
 from memlab.techniques.precision.masters import Masters
@@ -137,7 +137,7 @@ class OwnForm:
 
     def _save_pretrained(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
         model: Any = there()
-        with uninterrupted(), self._restored([*model.parameters(), *model.buffers()]), interruptible():
+        with deferred_interrupts(), self._restored([*model.parameters(), *model.buffers()]), interruptible():
             return type(model).save_pretrained(model, *args, **kwargs)
 
 

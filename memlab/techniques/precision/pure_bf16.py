@@ -31,7 +31,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.callers import is_in_hook
 from memlab.runtime.hooks import CallHook, is_compiled
-from memlab.runtime.interrupts import uninterrupted
+from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
 from memlab.runtime.touch import Touch
 from memlab.runtime.tree import Lent, in_leaves, tensors_in
@@ -187,7 +187,7 @@ class PureBf16:
         """The model goes on, or the plan is about to change."""
         self._leave_alone()
         if not self._is_models():
-            with uninterrupted(), torch.no_grad(), temporarily_clear_interpreter_stack():
+            with deferred_interrupts(), torch.no_grad(), temporarily_clear_interpreter_stack():
                 self._masters.settle()
 
     def handed_back(self) -> None:
@@ -249,7 +249,7 @@ class PureBf16:
     def restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Context in which tensors are their masters, for the loop's own code: moves, casts, loading."""
         split = [tensor for tensor in tensors if tensor in self._masters and tensor.dtype is not torch.float32]
-        with uninterrupted(), self._at_home(split), self.updated(split):
+        with deferred_interrupts(), self._at_home(split), self.updated(split):
             yield
 
     @contextmanager
