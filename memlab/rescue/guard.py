@@ -16,7 +16,8 @@ Numbered rules of the mechanism:
    reaches a parameter past the node all the same, from where `reach` does not look, gathers on the aliases
    too; `Aliases` that are left with a gradient are delivered when the loop's backward pass is over. A call that has used a graph from
    there (`torch.nn.utils.parametrize.cached`) is made again as the loop wrote it.
-5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph.
+5. ``create_graph=True`` runs the model once more on the parameters themselves, as the gradient needs a graph; and again where memory
+   runs out in that.
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
 6. Outputs are siblings behind the node, though one may be computed from another (a mapped latent and its image). Who asks for
    the gradient of the former is answered by a hook within: `GuardedCall.hook`.
@@ -41,7 +42,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from memlab.errors import MemlabError
 from memlab.rescue.outputs import Path, replaced
 from memlab.rescue.repeatable import RepeatableCall, Run
 from memlab.rescue.start import Start
@@ -49,10 +49,11 @@ from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import real
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.reach import has_backward_hooks
 
 if TYPE_CHECKING:
-    from memlab.rescue.rescuer import Rescuer
+    from memlab.rescue.calls import Calls
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
@@ -72,9 +73,9 @@ class GuardedCall(RepeatableCall):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         aliases: Aliases,
-        guardian: Rescuer,  # asked for another plan
+        calls: Calls,  # those of its session
     ) -> None:
-        super().__init__(model, run, args, kwargs, aliases, guardian)
+        super().__init__(model, run, args, kwargs, aliases, calls)
         self._rest: _Rest | None = None
         self._hooks: dict[Path, OrderedDict[int, Callable[..., Any]]] = {}
         self.node: Callable[[], _Node | None] = lambda: None  # what the loop's graph has of it
@@ -162,7 +163,7 @@ class GuardedCall(RepeatableCall):
             if not self.is_own(error):
                 raise
             self._aliases.take_gradients()
-            self._guardian.steps_aside(error)
+            self._calls.rescuer.steps_aside(error)
             inputs = self._differentiate(self._wanted(outer), keep=False, retain=True)
         past, self._past = self._past, []
         return (*inputs, *map(_sum, past, self._aliases.take_gradients()))
@@ -172,8 +173,8 @@ class GuardedCall(RepeatableCall):
 
     def _gradients(self, wanted: Mapping[Path, torch.Tensor]) -> list[torch.Tensor | None]:
         """Those of the inputs; those of the parameters gather."""
-        self._guardian.backward_begins(self)
-        keep = self._guardian.keeps_graph()
+        self._calls.backward_begins()
+        keep = self._calls.keeps_graph()
         self._backward_began = None
         while True:
             oom: BaseException | None = None
@@ -184,10 +185,13 @@ class GuardedCall(RepeatableCall):
                 retain = keep or any(gradient is not None for gradient in self._past)
                 inputs = self._differentiate(wanted, keep=keep, retain=retain)
             except BaseException as error:
+                if is_out_of_memory(error) and not self.can_run_again:
+                    self._calls.note_changed()
+                    raise
                 self._break_off()
-                oom = self._guardian.recovery.as_refusal(error)
-                if not self._guardian.recovery.can_rescue(oom):
-                    is_back = self._guardian.recovery.falls_back(oom)
+                oom = self._calls.rescuer.recovery.as_refusal(error)
+                if not self._calls.rescuer.recovery.can_rescue(oom):
+                    is_back = self._calls.rescuer.recovery.falls_back(oom)
                     oom = None  # a name would keep it, and what its frames hold, in a cycle
                     if not is_back:
                         raise
@@ -195,11 +199,11 @@ class GuardedCall(RepeatableCall):
                 if self._backward_began is not None:
                     self._backward_began.call_ended()
                 if not keep:
-                    self._guardian.is_done(self)
+                    self._calls.is_done(self)
                 return inputs
             self.undo_backward()
             if oom is not None:
-                self._guardian.makes_room(oom, self, keeps_rows=self._keeps_rows(wanted))
+                self._calls.makes_room(oom, self, keeps_rows=self._keeps_rows(wanted))
 
     def undo_backward(self) -> None:
         """Put back what code has changed in a backward pass that is to be repeated."""
@@ -232,7 +236,7 @@ class GuardedCall(RepeatableCall):
         edges = _edges(self._graph)
         sources = [*self._inner_inputs, *self._aliases.aliases]
         trained = [each for each in sources if each.requires_grad]
-        keep = self._guardian.keeps_graph()
+        keep = self._calls.keeps_graph()
         with self._aliases.in_place():
             found = iter(
                 torch.autograd.grad(
@@ -241,7 +245,7 @@ class GuardedCall(RepeatableCall):
             )
         if not keep:
             self._graph = None
-            self._guardian.is_done(self)
+            self._calls.is_done(self)
         return tuple(next(found) if each.requires_grad else None for each in sources)
 
     def _break_off(self) -> None:
@@ -260,13 +264,18 @@ class GuardedCall(RepeatableCall):
     def other_gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """Gradients that are to be differentiated again (as autograd has it under create_graph), or of several passes at once."""
         work = self._differentiable if torch.is_grad_enabled() else self._batched
-        try:
-            return work(outer)
-        except MemlabError as error:
-            self.drop_graph()
-            if not self._guardian.recovery.falls_back(error):
-                raise
-        return work(outer)
+        while True:
+            oom: BaseException | None = None
+            try:
+                return work(outer)
+            except BaseException as error:
+                self.drop_graph()
+                if self._calls.rescuer.recovery.can_rescue(error) and self.can_run_again:
+                    oom = error
+                elif not self._calls.rescuer.recovery.falls_back(error):
+                    raise
+            if oom is not None:
+                self._calls.makes_room(oom, self, keeps_rows=self._keeps_rows(self._wanted(outer)))
 
     def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The model runs once more, on the parameters themselves."""
@@ -324,11 +333,15 @@ def _taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     return gradients
 
 
+def is_guarded(node: Any) -> bool:
+    """Return whether a node of the autograd graph is a guarded call."""
+    return isinstance(node, _Guarded._backward_cls)
+
+
 def before_others(tensor: torch.Tensor) -> tuple[GuardedCall, int] | None:
     """Return the call and number of an output that others of its call are computed from; None for any other tensor."""
     node: Any = tensor.grad_fn
-    is_guarded = isinstance(node, _Guarded._backward_cls)
-    call: GuardedCall | None = node.node.call if is_guarded else None
+    call: GuardedCall | None = node.node.call if is_guarded(node) else None
     return (call, tensor.output_nr) if call is not None and call.leads_to_others(tensor.output_nr) else None
 
 

@@ -15,6 +15,7 @@ Numbered rules of the mechanism:
    that were there before are set aside until then. What hooks on the loop's own tensors, and autograd functions, have changed is put
    back first; a pass that calls backward hooks of modules is not run again.
 4. Where the mode stands among those of the loop's: `memlab.runtime.loop_mode`.
+   What another model of the loop computes in its call is that model's, and left alone.
 5. Where anything has been compiled by ``torch.compile`` the mode stays away, as Dynamo would trace into it.
 
 Known limitations: in such a process nothing of the loop's own code is called again. `torch.autograd.grad`, a backward
@@ -36,7 +37,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._pytree import tree_iter
 
 from memlab.rescue.differentiation import ASKING, DIFFERENTIATING, Called, Differentiation, hook_within, set_aside
-from memlab.rescue.guard import before_others
+from memlab.rescue.guard import before_others, is_guarded
 from memlab.runtime import graphs
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
@@ -138,6 +139,8 @@ class LoopCode(UncompiledMode):
             return result
 
     def _heard(self, called: Called, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._owner.is_in_other_call:
+            return called(*args, **kwargs)
         func = called.func
         name = getattr(func, "__name__", "")
         if name == "retain_grad":
@@ -217,7 +220,7 @@ class LoopCode(UncompiledMode):
             with set_aside([*own.leaves, *retaining] if wanted.accumulates else []) as start_over:
                 return self._run_until_it_fits(wanted, own, start_over)
         finally:
-            self._owner.backward_ended()
+            self._owner.calls.backward_ended()
 
     def _run_until_it_fits(self, wanted: Differentiation, own: _OwnPart, start_over: Callable[[], None]) -> Any:
         attempt = 0
@@ -239,7 +242,7 @@ class LoopCode(UncompiledMode):
                         raise
                     oom = error
                 start_over()
-                self._owner.backward_runs_again()
+                self._owner.calls.backward_runs_again()
                 if before is not None:
                     before.restore()
                 attempt += 1
@@ -267,7 +270,7 @@ class LoopCode(UncompiledMode):
                 from_nodes[node].append(above)
                 continue
             from_nodes[node] = [above]
-            is_call = self._owner.is_guarded(node)
+            is_call = is_guarded(node)
             calls += is_call
             if len(from_nodes) > _MOST_NODES:
                 return None

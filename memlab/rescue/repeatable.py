@@ -30,7 +30,7 @@ from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
 
 if TYPE_CHECKING:
-    from memlab.rescue.rescuer import Rescuer
+    from memlab.rescue.calls import Calls
 
 Run = Callable[..., Any]
 
@@ -47,14 +47,14 @@ class RepeatableCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         aliases: Aliases,  # of the model's parameters; shared by the calls of a session
-        guardian: Rescuer,  # knows of the plan, and what ran before
+        calls: Calls,  # knows of the plan, and what ran before
     ) -> None:
         self._model = model
         self._run = run
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = args, kwargs
         self._leaves, self._spec = tree_flatten((args, dict(kwargs)))
         self._aliases = aliases
-        self._guardian = guardian
+        self._calls = calls
         self._inputs = [i for i, leaf in enumerate(self._leaves) if requires_grad(leaf)]
         self._places: list[Place] = []  # in the model's state, where outputs are
         self._context = CallContext()
@@ -70,6 +70,8 @@ class RepeatableCall:
         self._output: Any = None
         self._gave: dict[Path, Fingerprint] = {}  # its first run
         self._gave_exactly = True  # whether that was under an exact plan
+        # whether gradients of the first run go to a tensor that is no parameter, no argument that had one before, and not found
+        self.has_other_leaves = False
         self.goes_on = False  # whether the first run has used a graph from before it that it was not seen to find
         self._retained: list[int] = []  # numbers of outputs that keep their gradients
         # whether its backward pass runs code that is neither torch's nor memlab's: hooks on tensors, autograd functions
@@ -98,6 +100,11 @@ class RepeatableCall:
         return self._weights.are_untouched
 
     @property
+    def can_run_again(self) -> bool:
+        """Return whether its inputs and the weights are as they were before it, for another run."""
+        return self._versions == [*map(_version, self._watched)]
+
+    @property
     def unreadable(self) -> list[str]:
         """Return names of what the call may change and nothing can put back: it must not run twice."""
         return self._before.state.unreadable
@@ -109,7 +116,7 @@ class RepeatableCall:
 
     def is_own(self, error: BaseException) -> bool:
         """Return whether an error is memlab's own, and not one of the model or of autograd."""
-        return id(error) != self._theirs and self._guardian.is_own(error)
+        return id(error) != self._theirs and self._calls.rescuer.is_own(error)
 
     @contextmanager
     def _of_theirs(self) -> Iterator[None]:
@@ -140,7 +147,7 @@ class RepeatableCall:
                 inner[id(leaf)] = leaf.detach().requires_grad_()
             return inner[id(leaf)]
 
-        began, is_alone = graphs.sequence_nr(), self._guardian.is_alone
+        began, is_alone = graphs.sequence_nr(), self._calls.is_alone
         hooks_before = RemovableHandle.next_id
         self._weights = Weights(self._model)
         found = self._found.stand_ins()
@@ -169,8 +176,10 @@ class RepeatableCall:
         values = self._take_outputs(exchanged(output, own), left, own, began, is_alone=is_alone)
         assert self._graph is not None
         has_hooks = RemovableHandle.next_id != hooks_before
-        self._runs_code = has_hooks or self._guardian.runs_code(operators, self._graph.values())
+        self._runs_code = has_hooks or self._calls.runs_code(operators, self._graph.values())
         self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
+        known = {id(each) for each in (*self._inner_inputs, *self._aliases.aliases)}
+        self.has_other_leaves = self._calls.has_other_leaves(operators, self._graph.values(), known)
         return values
 
     def _own(
@@ -212,7 +221,7 @@ class RepeatableCall:
         tensors = {path: t for path, t in differentiable(self._output).items() if id(t) not in known}
         self._graph = {path: t for path, t in tensors.items() if path[0] == 0 or is_made(t)}
         self._paths = list(self._graph)
-        self._gave, self._gave_exactly = fingerprints(self._graph), self._guardian.is_exact
+        self._gave, self._gave_exactly = fingerprints(self._graph), self._calls.are_exact
         self._retained = [number for number, each in enumerate(self._graph.values()) if each.retains_grad]
         nodes = set() if is_alone and not self._found.kept else graphs.nodes_of(self._graph.values())
         self.goes_on = any(node._sequence_nr() < began for node in nodes)
@@ -257,7 +266,7 @@ class RepeatableCall:
         gave = {path: self._gave[path] for path in wanted if path in self._gave}
         if draws:  # a loss that the model computes may be of other random numbers
             gave = {path: each for path, each in gave.items() if not each.is_number}
-        if are_others(gave, made, 0.0 if self._gave_exactly and self._guardian.is_exact else _LOSSY):
+        if are_others(gave, made, 0.0 if self._gave_exactly and self._calls.are_exact else _LOSSY):
             raise OtherResultsError(type(self._model).__name__)
 
     def _again(
@@ -284,7 +293,7 @@ class RepeatableCall:
             self._allow_own_writes()
 
     def _require_untouched(self) -> None:
-        if self._versions != [*map(_version, self._watched)]:
+        if not self.can_run_again:
             raise RuntimeError(
                 "memlab cannot run this model call again: its inputs or the weights were changed in place between "
                 "forward and backward"

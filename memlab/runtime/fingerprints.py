@@ -97,12 +97,13 @@ class Fingerprint:
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    """Return a view of some of many values; an odd step does not fall on one feature alone."""
+    """Return some of many values; an odd step does not fall on one feature alone."""
     parts = values.numel() / _SAMPLE
     if values.is_contiguous():
         return values.view(-1)[:: int(parts) | 1]
-    step = int(parts ** (1 / values.dim())) | 1
-    return values[(slice(None, None, step),) * values.dim()]
+    # the same ones: a second run may have joined them in another layout
+    places = torch.arange(0, values.numel(), int(parts) | 1, device=values.device)
+    return values[torch.unravel_index(places, values.shape)]
 
 
 def fingerprints(values: Mapping[Any, Any], number: int = 1) -> dict[Any, Fingerprint]:

@@ -75,17 +75,35 @@ def nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
     return seen
 
 
+def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves that a backward pass from some tensors gives gradients to.
+
+    Example:
+        >>> weight, rows = torch.ones(2, requires_grad=True), torch.ones(2)
+        >>> [leaf is weight for leaf in leaves_of([weight * rows])]
+        [True]
+    """
+    found = [*tensors]
+    ends = (getattr(node, "variable", None) for node in nodes_of(found))
+    return [*(each for each in ends if each is not None), *(each for each in found if each.grad_fn is None)]
+
+
 def runs_code_of_the_users(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether a backward pass through the graph of some tensors runs Python code that is no well-known library's.
 
     Hooks on tensors are not among what a graph tells.
     """
-    functions = (getattr(type(node), "_forward_cls", None) for node in nodes_of(tensors))
+    nodes = nodes_of(tensors)
     # what that recomputes is the user's
-    return any(
-        function is not None and (not is_of_library(function.__module__) or function is CheckpointFunction)
-        for function in functions
+    return bool(functions_of_users(nodes)) or any(
+        getattr(type(node), "_forward_cls", None) is CheckpointFunction for node in nodes
     )
+
+
+def functions_of_users(nodes: Iterable[Any]) -> list[str]:
+    """Return names of the `torch.autograd.Function` classes among the nodes of a graph that are no well-known library's."""
+    functions = (getattr(type(node), "_forward_cls", None) for node in nodes)
+    return [each.__name__ for each in functions if each is not None and not is_of_library(each.__module__)]
 
 
 def is_transformed() -> bool:

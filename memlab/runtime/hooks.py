@@ -117,6 +117,11 @@ class CallHook(InPlace):
         call = self._calls.get(threading.get_ident())
         return call is None or call.is_over(frame)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether this thread is in a call of the model."""
+        return self._handler is not None and not self._is_free(sys._getframe(1))
+
     def handle(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Have the handler run one call; what the model calls of itself meanwhile is not taken over."""
         if not self._takes_over():
@@ -184,9 +189,7 @@ _call_hooks: weakref.WeakSet[CallHook] = weakref.WeakSet()
 
 def calls_under_way() -> list[weakref.ref[CallHook]]:
     """Return the hooks of the models whose calls this thread is in."""
-    return [
-        weakref.ref(hook) for hook in _call_hooks if hook._handler is not None and not hook._is_free(sys._getframe(1))
-    ]
+    return [weakref.ref(hook) for hook in _call_hooks if hook.is_under_way]
 
 
 @contextmanager

@@ -135,7 +135,8 @@ def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: S
 def canonical(optimizer: Optimizer, parameter: Parameter, state: State, techniques: Sequence[Technique]) -> State:
     """State of one parameter in the user's own form; nothing live is touched."""
     layers = [technique for technique in techniques if technique.changes_state]
-    with torch.no_grad(), at_home(techniques, [parameter], updates=False):
+    # training goes on with what is made here
+    with torch.inference_mode(mode=False), torch.no_grad(), at_home(techniques, [parameter], updates=False):
         return unpacked(optimizer, parameter, state, layers)
 
 

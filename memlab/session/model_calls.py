@@ -119,7 +119,7 @@ class ModelCalls:
             rescuer = session.rescuing
             try:
                 if rescuer is not None:
-                    return rescuer.call(run, args, kwargs)
+                    return rescuer.calls.run(run, args, kwargs)
                 output = run(*args, **kwargs)
                 if start is not None and not graphs.is_transformed():
                     start.call_ended()

@@ -186,6 +186,11 @@ class Session:
         """Sessions of other models that train in the same loop, in the order in which they were made."""
         return [each for each in together.sessions() if each in self._companions] if self._companions else []
 
+    @property
+    def is_in_call(self) -> bool:
+        """Return whether this thread is in a call of the model."""
+        return self._call_hook.is_under_way
+
     def train_with(self, others: Iterable[Session]) -> None:
         """Note the sessions of the other models that train in the same loop."""
         self._companions = weakref.WeakSet(others)

@@ -223,6 +223,8 @@ class Switching:
         while self._before and isinstance(error, RefusalError) and _has_same(error.technique, refused, before):
             before, was_on_trial = self._before.pop()
         while not self._is_back(before, to_the_end=True):
+            if before == Plan():
+                return False
             before, was_on_trial = self._before.pop() if self._before else (Plan(), False)
         self.is_on_trial = was_on_trial
         text = f"refused {refused.label}: {error}; {before.label} is back"
@@ -251,12 +253,17 @@ class Switching:
             self._log.note(f"refused {refused.label}: {error}; {back.label} is back")
 
     def _is_back(self, plan: Plan, *, to_the_end: bool = False) -> bool:
-        """Change to a plan that was in force before; return whether it still applies. The loop as written always does."""
+        """Change to a plan that was in force before; return whether it still applies, and has room. The loop as written always applies."""
         try:
             self.change(plan, noted=False, to_the_end=to_the_end)
         except (RefusalError, SessionError):
             if plan == Plan():
                 raise
+            return False
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            release(error)
             return False
         return True
 

@@ -143,7 +143,10 @@ class Scaling(Technique):
         return self._at_work.call(call, args, kwargs)
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._at_work.evaluate(call, args, kwargs)
+        with_graph = torch.is_grad_enabled()
+        # what an engine makes in its first call serves training as well
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(with_graph):
+            return self._at_work.evaluate(call, args, kwargs)
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if not has_closure:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Workload, fit
 from memlab.measuring.ledger import Ledger
-from memlab.rescue import rescuer
+from memlab.rescue import calls
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import loop_mode
 from memlab.runtime.model_state import State
@@ -749,7 +749,7 @@ def test_features_have_gradients_where_something_was_compiled(how: str, monkeypa
         return [*found, *model.parameters()]
 
     expected = loop(False)
-    for module in (loop_mode, rescuer):
+    for module in (loop_mode, calls):
         monkeypatch.setattr(module, "has_compiled_code", lambda: True)
     assert all(map(torch.equal, expected, loop(True)))
 
@@ -979,3 +979,27 @@ def test_expanded_tensors_are_put_back(nth: int) -> None:
         return found
 
     assert losses([nth]) == pytest.approx(losses([]), rel=1e-9)
+
+
+def test_a_pass_that_is_to_be_differentiated_again_is_repeated() -> None:
+    """As that of a penalty on gradients, in a critic of a WGAN-GP."""
+
+    def trained(*, guarded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) if guarded else nullcontext() as session:
+            for _ in range(2):
+                rows = torch.randn(8, 6).double().requires_grad_()
+                out = model(rows)
+                with Faults([3]) if guarded else nullcontext():
+                    (gradient,) = torch.autograd.grad(out.sum(), rows, create_graph=True)
+                ((gradient.norm(dim=-1) - 1).square().mean() + out.mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if session is not None:
+                assert {each.place for each in session.rescuer.rescues} == {"the backward pass"}
+        return [each.detach() for each in model.parameters()]
+
+    both = zip(trained(guarded=True), trained(guarded=False), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in both)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from memlab import Workload, fit
 from memlab.rescue.loop_code import LoopCode, _Held
-from memlab.session import Session
+from memlab.session import Session, train_together
 from tests.loops.cases import Tower, pairs
 from tests.rescue.faults import Faults, Noted
 
@@ -221,9 +221,11 @@ class Freeing:
     """An owner that has room again whenever it is asked."""
 
     def __init__(self) -> None:
-        self.recovery = self
+        self.recovery = self.calls = self
         self.attempts: list[int] = []
         self.ended = 0
+
+    is_in_other_call = False
 
     def can_rescue(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError)
@@ -231,9 +233,6 @@ class Freeing:
     def makes_room_for_loop(self, error: BaseException, attempt: int) -> None:
         assert attempt < 5
         self.attempts.append(attempt)
-
-    def is_guarded(self, node: Any) -> bool:
-        return False
 
     def backward_runs_again(self) -> None:
         pass
@@ -475,3 +474,36 @@ def test_the_loop_reads_what_it_would_without_a_rescue(plan: str) -> None:
         return found
 
     assert read(rescued=True) == read(rescued=False)
+
+
+# -- other models ------------------------------------------------------------------------------
+
+
+def test_what_another_model_computes_in_its_call_is_its_own_to_rescue() -> None:
+    """An encoder and a decoder, as of a translator: the graph of the one waits while the other is called."""
+
+    def trained(*, guarded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        models = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+        workloads = [Workload(each.double(), torch.optim.SGD(each.parameters(), lr=0.1)) for each in models]
+        rows = torch.randn(8, 6).double()
+        with ExitStack() as sessions:
+            if guarded:
+                opened = [sessions.enter_context(fit(each, rescue=True)) for each in workloads]
+                train_together(opened)
+            for _ in range(3):
+                found = models[0](rows)
+                with Faults([2]) if guarded else nullcontext():
+                    out = models[1](found)
+                out.square().mean().backward()
+                for each in workloads:
+                    each.optimizers[0].step()
+                    each.optimizers[0].zero_grad()
+            if guarded:
+                first, second = (each.rescuer.rescues for each in opened if each.rescuer is not None)
+                assert first == []
+                assert {each.place for each in second} == {"the forward pass"}
+        return [each.detach() for model in models for each in (*model.parameters(), *model.buffers())]
+
+    pairs_of = zip(trained(guarded=True), trained(guarded=False), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in pairs_of)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab import Workload, fit
-from memlab.rescue import differentiation, evidence, guard, loop_code, outputs, rescuer, start
+from memlab.rescue import calls, differentiation, evidence, guard, loop_code, outputs, rescuer, start
 
 STEPS = 3
 # how many of the functions the loop calls at least so often
@@ -25,10 +25,18 @@ WANTED = (
 )
 # what calls all others, and what autograd calls
 OUTERMOST = {
-    *("Rescuer.__init__", "Rescuer.attach", "Rescuer.detach", "Rescuer.call", "Rescuer.update"),
     *(
-        "Rescuer._call_guarded",
-        "Rescuer._stepping_aside",
+        "Rescuer.__init__",
+        "Rescuer.attach",
+        "Rescuer.detach",
+        "Rescuer.update",
+        "Calls.__init__",
+        "Calls.run",
+        "Calls.drop_aliases",
+    ),
+    *(
+        "Calls._call_guarded",
+        "Rescuer.stepping_aside",
         "Rescuer.step_begins",
         "Rescuer.step_ended",
         "Rescuer.leave_own_code",
@@ -40,7 +48,7 @@ OUTERMOST = {
 
 def functions() -> Iterator[tuple[Any, str]]:
     """Owner and name of the functions by which calls are guarded."""
-    modules: tuple[ModuleType, ...] = (differentiation, evidence, guard, loop_code, outputs, rescuer, start)
+    modules: tuple[ModuleType, ...] = (calls, differentiation, evidence, guard, loop_code, outputs, rescuer, start)
     for module in modules:
         own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
         found = (each.__name__ for each in own if inspect.isfunction(each))

@@ -134,6 +134,22 @@ def test_there_and_back_makes_no_difference_at_all(flags: str, make: Callable[[]
     assert same(reference, workload) == []
 
 
+@engines("--scale fsdp2", "--scale zero2")
+def test_an_evaluation_in_inference_mode_may_come_first(flags: str) -> None:
+    def evaluated(run: Workload) -> float:
+        run.model.eval()
+        with torch.inference_mode():
+            found = float(run.model(torch.ones(2, 37)).sum())
+        run.model.train()
+        return found
+
+    reference, workload = tower(), tower()
+    with fit(workload, flags):
+        for run in (reference, workload):
+            run.losses = [evaluated(run), *go(run, 0, 2), evaluated(run), *go(run, 2, 3)]  # type: ignore[attr-defined]
+    assert workload.losses == reference.losses  # type: ignore[attr-defined]
+
+
 @engines("--scale zero2", "--scale zero3")
 def test_state_with_several_single_numbers_comes_back(flags: str) -> None:
     reference, workload = tower(), tower()

@@ -296,6 +296,19 @@ def test_a_plan_that_was_measured_is_none_to_go_back_to() -> None:
         assert session.plan == Plan()
 
 
+def test_where_there_is_no_room_to_go_back_the_plan_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    model = Net()
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--bf16", [Heard()]) as session:
+        session.switch("--accumulate 2", now=True, on_trial=True)
+        with monkeypatch.context() as full:
+            full.setattr(session.in_force, "change", no_room)
+            assert not session.switching.falls_back(RefusalError("accumulation", "found out late"))
+        assert session.plan == Plan.parse("--accumulate 2")
+
+
 def test_a_plan_that_is_asked_for_in_a_closure_waits_for_the_next_step() -> None:
     asked: dict[int, str] = {}
 

@@ -539,6 +539,76 @@ class _Normalized(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
+class _Regularised(torch.autograd.Function):
+    """Rows whose backward pass adds a term of its own, as RWKV's does to its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, divides: bool) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.share = 1 / len(rows) if divides else 0.1
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient + 1e-2 * ctx.share * ctx.saved_tensors[0], None
+
+
+class _Penalised(nn.Linear):
+    divides = False
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return _Regularised.apply(super().forward(rows), self.divides)
+
+
+def test_a_backward_pass_that_adds_a_term_for_each_row_splits() -> None:
+    same_as_plain(lambda: _Penalised(6, 2).double(), lambda model, _: model(inputs().double()).square().mean())
+
+
+def test_the_look_adds_nothing_to_a_tensor_of_the_loops() -> None:
+    table = torch.ones(6, requires_grad=True)
+
+    class Reaching(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows * table)
+
+    model = Reaching(6, 2)
+    model(inputs()).square().mean().backward()
+    expected, table.grad = table.grad, None
+    with fit(workload(model), "--accumulate 2"):
+        model(inputs()).square().mean().backward()
+    assert expected is not None
+    assert table.grad is not None
+    assert distance([table.grad], [expected]) < 1e-6
+
+
+def test_rows_of_a_batch_with_the_time_first_lie_together() -> None:
+    class Texts(nn.Embedding):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens.view(-1)).view(*tokens.shape, -1)
+
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 9, (5, 4))
+    model = Texts(9, 3)
+    model(tokens).square().mean().backward()
+    expected = gradients(model)
+    with fit(workload(model), "--accumulate 2"):
+        model(tokens).square().mean().backward()
+    assert distance(gradients(model), expected) < 1e-6
+
+
+class _Views(nn.Linear):
+    """Rows that are called several times together, each time with other noise, and come back view by view."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(torch.cat([rows, -rows])), 0.5)
+
+
+def test_noise_of_views_of_the_rows_follows_them() -> None:
+    model = _Views(6, 2)
+    with fit(workload(model), "--accumulate 2"):
+        model(inputs()).square().mean().backward()  # judged, and not refused
+
+
 class TestRefusals:
     """Each names what does not agree, and by how much; nothing is left behind."""
 
@@ -563,6 +633,25 @@ class TestRefusals:
             "of its size off when the batch is split (allowed 2e-05): rows of a batch depend on each other; "
             "use --checkpoint or --offload activations, which keep the batch whole"
         )
+
+    def test_a_hook_on_a_tensor_of_the_loops(self) -> None:
+        table = torch.ones(6, requires_grad=True)
+
+        class Reaching(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return super().forward(rows * table)
+
+        table.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[no-untyped-call]
+        assert self.refusal(Reaching(6, 2), inputs()) == (
+            "accumulation: Reaching uses a tensor of the loop's that has a hook, which would be called once for each "
+            "micro-batch; use --checkpoint or --offload activations, which keep the batch whole"
+        )
+        assert table.grad is None
+
+    def test_a_term_that_a_backward_pass_adds_by_the_size_of_the_batch(self) -> None:
+        model = _Penalised(6, 2)
+        model.divides = True
+        assert "rows of a batch depend on each other" in self.refusal(model, inputs())
 
     def test_numbers_of_numpy_that_do_not_follow_the_rows(self) -> None:
         class Masked(nn.Linear):

@@ -1392,24 +1392,28 @@ def test_gradients_that_leave_a_call_past_its_arguments_are_true_in_fp16(flags: 
         model = _Reaching([table])
         optimizer = torch.optim.SGD([table, *model.parameters(), *encoder.parameters()], lr=10)
         seen: list[torch.Tensor] = []
-        table.register_hook(seen.append)  # type: ignore[no-untyped-call]
+        splits = "accumulate" in (flags or "")
+        if not splits:
+            table.register_hook(seen.append)  # type: ignore[no-untyped-call]
         session = None if flags is None else fit(Workload(model, optimizer), flags, rescue=rescue)
         for step in range(4):
             inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
             if step == 2:  # a layer that has come since
                 model.head = nn.Linear(16, 4)
                 optimizer.add_param_group({"params": list(model.head.parameters())})
-            model.others[1:] = [] if "accumulate" in (flags or "") else [encoder(inputs).mean(0) * 1e-9]
+            model.others[1:] = [] if splits else [encoder(inputs).mean(0) * 1e-9]
             penalty = 0.01 * table.square().sum() + model.head.weight.square().mean()
             (F.cross_entropy(model(inputs), targets) + penalty).mul(0.01).backward()
+            if splits:
+                assert table.grad is not None
+                seen.append(table.grad)
             optimizer.step()
             optimizer.zero_grad()
         if session is not None:
             assert len(session.log) <= 2
             session.undo()
         trained = [table, *model.parameters(), *encoder.parameters()]
-        total = torch.stack(seen).sum(0)  # each micro-batch hands over a part
-        return [total, *(each.detach() for each in trained)]
+        return [torch.stack(seen).sum(0), *(each.detach() for each in trained)]
 
     assert distance(run(flags), run(None)) < 5e-3
 
@@ -1589,3 +1593,82 @@ def test_an_error_of_the_loops_own_in_a_backward_pass_stays_its_own() -> None:
         with pytest.raises(RuntimeError, match=r"^of the loop$"):
             output.sum().backward()
     nn.Linear(1, 1)(torch.ones(1)).sum().backward()
+
+
+class _Asking(nn.Linear):
+    """Has its own code see a gradient within the call."""
+
+    def __init__(self, ask: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(6, 2)
+        self.ask = ask
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.ask(self, super().forward(rows)) * 2
+
+
+class _Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+def _with_hook(_model: Any, rows: torch.Tensor) -> torch.Tensor:
+    rows.register_hook(_clamp)
+    return rows
+
+
+def _clamp(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def _retained(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    rows.retain_grad()
+    model.rows = rows
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("ask", "who"),
+    [
+        (lambda _, rows: _Clamped.apply(rows), "_Clamped.backward"),
+        (_with_hook, "a hook (_clamp)"),
+        (_retained, "rows.grad"),
+    ],
+)
+def test_code_that_would_see_scaled_gradients_is_refused_in_fp16(ask: Any, who: str) -> None:
+    model = _Asking(ask)
+    with fit(workload(model), "--fp16"), pytest.raises(RefusalError) as caught:
+        model(torch.randn(4, 6))
+    assert str(caught.value) == (
+        f"precision: _Asking does not run in fp16: {who} would be given gradients multiplied by the loss scale; "
+        "leave its precision as it is"
+    )
+
+
+@pytest.mark.parametrize("flags", ["--precision pure-bf16", "--precision pure-bf16 --offload optimizer", "--adam8bit"])
+def test_what_is_done_in_inference_mode_between_two_steps(flags: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 2))
+    optimizer, rows = torch.optim.AdamW(model.parameters()), torch.randn(4, 6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+    with fit(Workload(model, optimizer), flags):
+        for _ in range(2):
+            step()
+            read = [each.sum().item() for each in model.parameters()]
+            with torch.inference_mode():
+                model(rows)
+                model.load_state_dict({name: value * 1.0 for name, value in model.state_dict().items()})
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(0.9)
+            assert read == pytest.approx([each.sum().item() for each in model.parameters()])
+    step()
+    tensors = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+    assert not any(each.is_inference() for each in [*model.parameters(), *tensors])

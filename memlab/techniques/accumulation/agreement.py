@@ -212,10 +212,9 @@ class Agreement:
             pieces = [part[i] for part in parts]
             if gradient is None or any(piece is None for piece in pieces):
                 continue
-            negative = [-piece for piece in pieces]
             tolerance = max(self.tolerance, 1e-4)
-            merge = found_merge(None, negative, gradient, self._rows, tolerance)
-            if merge is None and close(sum(negative), gradient, tolerance) is False:
+            merge = found_merge(None, pieces, gradient, self._rows, tolerance)
+            if merge is None and close(sum(pieces), gradient, tolerance) is False:
                 refuse(f"the gradient by an input of {self._name} is another one when the batch is split")
 
     def join_of(self, position: int, part: torch.Tensor, whole: torch.Tensor) -> Join:

@@ -39,7 +39,7 @@ def _with_graph(storages: set[int]) -> list[torch.Tensor]:
 
 def _has_graph(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.grad_fn is not None
+        return tensor.requires_grad  # a leaf that the forward has made is asked for its gradient
     except RuntimeError:  # a view of something that was changed since; it cannot be derived
         return False
 

@@ -34,7 +34,7 @@ from memlab.runtime.lazy import as_saved
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.techniques.accumulation.agreement import DisagreementError
 from memlab.techniques.accumulation.judgement import Judgement, SumsError
-from memlab.techniques.accumulation.noise import StrangeDrawError
+from memlab.techniques.accumulation.noise import Order, StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.rows import unlike_rows
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
@@ -107,14 +107,17 @@ class Judge:
     ) -> SplitVerdict:
         first: DisagreementError | None = None
         draws_on_host = False
-        for in_turn in (False, True):
+        has_views = False
+        for order in Order:
+            if order is Order.VIEWS and not has_views:
+                continue
             for goes_on in (self._probe.goes_on, not self._probe.goes_on):
                 attempt = self._attempt(call, whole, layout, ranges)
                 try:
-                    return attempt.verdict(in_turn=in_turn, goes_on=goes_on)
+                    return attempt.verdict(order=order, goes_on=goes_on)
                 except SumsError:
                     attempt.put_back()
-                    return attempt.verdict(in_turn=in_turn, goes_on=goes_on)
+                    return attempt.verdict(order=order, goes_on=goes_on)
                 except StrangeDrawError:
                     first = first or DisagreementError(
                         f"the random numbers that {self._name} draws do not follow the rows of its batch"
@@ -127,6 +130,7 @@ class Judge:
                         break
                 finally:
                     attempt.put_back()
+            has_views = attempt.noise.has_views
             if not attempt.noise.any_drawn:
                 break
         assert first is not None
@@ -160,16 +164,16 @@ class Judge:
         """Compare what rows return and leave, without gradients; False where that cannot be seen."""
         ranges = row_ranges(layout.rows_in(whole), parts)
         goes_on = self._probe.goes_on if verdict is None else verdict.goes_on
-        for in_turn in (False, True) if verdict is None else (verdict.in_turn,):
+        for order in Order if verdict is None else (verdict.order,):
             attempt = self._attempt(call, whole, layout, ranges)
             failure: BaseException | None = None
             try:
                 with exact_products():
-                    left = attempt.values(in_turn=in_turn, goes_on=goes_on)
+                    left = attempt.values(order=order, goes_on=goes_on)
             except StrangeDrawError:
                 continue
             except DisagreementError as disagreement:
-                if verdict is None and not in_turn and attempt.noise.any_drawn:
+                if verdict is None and order is not Order.IN_TURN and attempt.noise.any_drawn:
                     continue
                 raise RefusalError(_FIELD, disagreement.reason, disagreement.instead) from None
             except Exception as error:  # noqa: BLE001 - without memory, or without gradients, for which a model may not be made

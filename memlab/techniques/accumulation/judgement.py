@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -26,7 +26,7 @@ from memlab.techniques.accumulation.agreement import Agreement, refuse
 from memlab.techniques.accumulation.batchnorm import in_groups
 from memlab.techniques.accumulation.escapes import earlier_graph, escaped
 from memlab.techniques.accumulation.merge import Merge, agree, closed
-from memlab.techniques.accumulation.noise import Noise
+from memlab.techniques.accumulation.noise import Noise, Order
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.rounding import STRONG, Rounding
 from memlab.techniques.accumulation.split import Call, Layout, Outputs
@@ -79,6 +79,7 @@ class Judgement:
         self.noise = Noise()  # random numbers of the runs
         self.draws_on_host = False  # whether the model draws numbers of Python or NumPy
         self._sums: set[int] = set()
+        self._beside = _LeavesBeside()
         with self._aliases.in_place():
             self._snapshot = Surroundings(model, complete=True, without_buffers_of=per_part)
             self._start = Surroundings(model, complete=True)
@@ -98,6 +99,7 @@ class Judgement:
             self._start.restore()
         self._random.restore()
         self._aliases.take_gradients()
+        self._beside.put_back()
         # casts of stand-ins for the weights
         torch.clear_autocast_cache()
 
@@ -108,11 +110,11 @@ class Judgement:
 
     # -- together and apart --------------------------------------------------------------------
 
-    def verdict(self, *, in_turn: bool, goes_on: bool) -> SplitVerdict:
+    def verdict(self, *, order: Order, goes_on: bool) -> SplitVerdict:
         """Run rows together and apart, and compare.
 
         Args:
-            in_turn: draw random numbers of one part after another, instead of those of its rows.
+            order: in which random numbers follow the rows.
             goes_on: draw numbers of Python and NumPy likewise.
 
         Raises:
@@ -132,12 +134,13 @@ class Judgement:
             directions = self._directions(whole.outputs, weights)
             leading = _leading(whole.outputs.leaves)
             self._backward(whole.outputs, directions)
-            self._check_backward(whole)
+            self._check_backward(whole, inputs)
             if self.noise.computes_low:
                 self._agreement.tolerance = LOW_TOLERANCE
             whole_inputs = [leaf.grad for leaf in inputs]
             sizes = self._norms()
             largest = list(sizes)
+            self._negate_gradients()
             kept = whole.without_graph()
             returned = [
                 weakref.ref(leaf) for leaf in whole.outputs.leaves if type(leaf) is torch.Tensor and leaf.grad_fn
@@ -151,7 +154,7 @@ class Judgement:
             total = self._layout.rows_in(self._whole)
             for place, (start, stop) in enumerate(self._ranges):
                 self._random.restore(host=not (goes_on and place))
-                self.noise.give(start, stop, of=total, in_turn=in_turn)
+                self.noise.give(start, stop, of=total, order=order)
                 run, inputs = self._run(parts[place], is_whole=False)
                 shares = self._shares(run.outputs, kept.outputs, directions, weights, place, ran)
                 self._backward(run.outputs, shares)
@@ -160,12 +163,12 @@ class Judgement:
                 self._snapshot.restore()
                 largest = [max(one, other) for one, other in zip(largest, self._norms(), strict=True)]
             residuals = self._norms()
-            needs_graph = kept.outputs.loss not in directions and self._needs_graph(parts[0], ran[0], in_turn=in_turn)
-        rounded = cache(lambda: self._rounded(directions, total, 1, in_turn=in_turn))
+            needs_graph = kept.outputs.loss not in directions and self._needs_graph(parts[0], ran[0], order=order)
+        rounded = cache(lambda: self._rounded(directions, total, 1, order=order))
         merges = self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, lambda: rounded()[0])
         left = self._agreement.left(kept.effects, [run.effects for run in ran])
         self._check_sums(kept.outputs, merges, left)
-        strong = partial(self._rounded, directions, total, STRONG, in_turn=in_turn)
+        strong = partial(self._rounded, directions, total, STRONG, order=order)
         self._agreement.gradients(residuals, largest, lambda: rounded()[1], lambda: strong()[1], self._name_of)
         self._agreement.inputs(whole_inputs, [run.inputs for run in ran])
         changing = frozenset(name for name, effect in kept.effects.items() if effect.kind == "written")
@@ -174,17 +177,17 @@ class Judgement:
         draws = self.noise.any_drawn or self.noise.draws_inside
         return SplitVerdict(
             merges, left, changing, total, tuple(self._start.generators), starts, goes_on, needs_graph, leading,
-            self.noise.chooses, draws, in_turn,
+            self.noise.chooses, draws, order,
         )  # fmt: skip
 
-    def values(self, *, in_turn: bool, goes_on: bool) -> Mapping[str, Effect]:
+    def values(self, *, order: Order, goes_on: bool) -> Mapping[str, Effect]:
         """Run rows together and apart without gradients, and compare what they return and leave: there may be memory for that alone.
 
         Returns:
             What all rows leave beside their output, by name.
 
         Args:
-            in_turn: as for `verdict`.
+            order: as for `verdict`.
             goes_on: likewise.
 
         Raises:
@@ -201,22 +204,22 @@ class Judgement:
             self._reset_statistics()
             for place, (start, stop) in enumerate(self._ranges):
                 self._random.restore(host=not (goes_on and place))
-                self.noise.give(start, stop, of=total, in_turn=in_turn)
+                self.noise.give(start, stop, of=total, order=order)
                 ran.append(self._run(parts[place], is_whole=False)[0].without_graph())
                 self._snapshot.restore()
         if self.noise.computes_low:
             self._agreement.tolerance = LOW_TOLERANCE
         for run in ran:
             self._agreement.structure(run.outputs, kept.outputs)
-        rounded = cache(lambda: self._rounded({}, total, 1, in_turn=in_turn)[0])
+        rounded = cache(lambda: self._rounded({}, total, 1, order=order)[0])
         self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, rounded)
         self._agreement.left(kept.effects, [run.effects for run in ran])
         return kept.effects
 
-    def _needs_graph(self, part: Call, ran: _Run, *, in_turn: bool) -> bool:
+    def _needs_graph(self, part: Call, ran: _Run, *, order: Order) -> bool:
         """Return whether the first part gives something else, or nothing, without gradients."""
         self._random.restore()
-        self.noise.give(*self._ranges[0], of=self._layout.rows_in(self._whole), in_turn=in_turn)
+        self.noise.give(*self._ranges[0], of=self._layout.rows_in(self._whole), order=order)
         try:
             with torch.no_grad():
                 outputs = self._run(part, is_whole=False)[0].outputs
@@ -246,6 +249,10 @@ class Judgement:
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor) and leaf._version != versions[position]:
                     refuse(f"{self._name} writes to its argument{call.spec.names()[position]} in place")
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad != call.leaves[position].requires_grad:
+                    refuse(
+                        f"{self._name} has its argument{call.spec.names()[position]} require gradients: a split batch gives it none"
+                    )
             if spec != call.spec or not all(map(_unchanged, after, leaves)) or any(map(own_attributes, leaves)):
                 refuse(f"{self._name} changes what is in its arguments")
             for name in (name for leaf in flatten(output)[0] for name in own_attributes(leaf)):
@@ -286,21 +293,21 @@ class Judgement:
         place: int,
         before: Sequence[_Run],
     ) -> dict[int, torch.Tensor]:
-        """The negative of the same for one part."""
+        """The same for one part."""
         self._agreement.structure(part, whole)
         shares: dict[int, torch.Tensor] = {}
         for i, direction in directions.items():
             leaf, target = part.leaves[i], whole.leaves[i]
             if i in weights:
                 if weights[i][place]:
-                    shares[i] = -direction * weights[i][place]
+                    shares[i] = direction * weights[i][place]
             elif leaf.shape == direction.shape:
                 # what all rows share is its own mean
-                shares[i] = -direction * (1.0 if i in self._sums else self._rows[place] / sum(self._rows))
+                shares[i] = direction * (1.0 if i in self._sums else self._rows[place] / sum(self._rows))
             else:
                 join = self._agreement.join_of(i, leaf, target)
                 sizes = [each.leaves[i].size(join.dim) for each in (*(run.outputs for run in before), part)]
-                shares[i] = -join.share(direction, place, sizes, self._rows, leaf.shape)
+                shares[i] = join.share(direction, place, sizes, self._rows, leaf.shape)
         return shares
 
     def _check_sums(self, outputs: Outputs, merges: Mapping[int, Merge], left: Mapping[str, Left]) -> None:
@@ -318,8 +325,17 @@ class Judgement:
         if pairs:
             # parts that are recomputed see the numbers of their first run
             self.noise.repeat()
+            tensors = [tensor for tensor, _ in pairs]
+            own = {id(each) for each in self._aliases.aliases}
+            self._beside.set_aside((leaf for leaf in graphs.leaves_of(tensors) if id(leaf) not in own), self._name)
             with self._aliases.originals_untouched(type(self._model).__name__), without_autocast(), self.noise:
-                torch.autograd.backward([tensor for tensor, _ in pairs], [direction for _, direction in pairs])
+                torch.autograd.backward(tensors, [direction for _, direction in pairs])
+
+    def _negate_gradients(self) -> None:
+        """Negate what has gathered, so that the next gradients are compared with it: a backward pass need not be linear."""
+        for alias in self._aliases.aliases:
+            if alias.grad is not None:
+                alias.grad.neg_()
 
     def _norms(self) -> list[float]:
         found = [alias.grad for alias in self._aliases.aliases]
@@ -340,18 +356,19 @@ class Judgement:
             self._start.restore()
 
     def _rounded(
-        self, directions: Mapping[int, torch.Tensor], rows: int, times: int, *, in_turn: bool
+        self, directions: Mapping[int, torch.Tensor], rows: int, times: int, *, order: Order
     ) -> tuple[Outputs, list[float]]:
         """Outputs of rows together with so strong noise on their products, and by how much their gradients differ."""
         self._aliases.take_gradients()
-        for sign, rounding in ((1, nullcontext()), (-1, Rounding(self._device, times))):
+        for rounding in (nullcontext(), Rounding(self._device, times)):
+            self._negate_gradients()
             self._random.restore()
-            self.noise.give(0, rows, of=rows, in_turn=in_turn)
+            self.noise.give(0, rows, of=rows, order=order)
             with_graph = torch.set_grad_enabled(bool(directions))
             with self._aliases.in_place(), with_graph, in_groups(self._model, self._per_part, self._rows):
                 with rounding:
                     run, _ = self._run(self._whole, is_whole=False)
-                    self._backward(run.outputs, {i: sign * direction for i, direction in directions.items()})
+                    self._backward(run.outputs, directions)
                 outputs = run.without_graph().outputs
                 del run
                 self._snapshot.restore()
@@ -367,11 +384,16 @@ class Judgement:
             if parameter._version != version:
                 refuse(f"the forward pass of {self._name} writes to its parameters")
 
-    def _check_backward(self, whole: _Run) -> None:
-        """Refuse hooks that do something in the backward pass: they would do it once for each part."""
+    def _check_backward(self, whole: _Run, inputs: Sequence[torch.Tensor]) -> None:
+        """Refuse what keeps a gradient, or does something, in the backward pass: it would once for each part."""
+        given = {id(each) for each in (*inputs, *self._aliases.aliases)}
         for i, leaf in enumerate(whole.outputs.leaves):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.retains_grad:
                 refuse(f"{whole.outputs.name_of(i)} of {self._name} keeps its gradient (retain_grad)")
+            if type(leaf) is torch.Tensor and leaf.requires_grad and leaf.is_leaf and id(leaf) not in given:
+                refuse(
+                    f"{whole.outputs.name_of(i)} of {self._name} is a leaf that its forward pass makes: a split batch gives it no gradient"
+                )
         for name, effect in self._snapshot.effects().items():
             leaves, structure = flatten(closed(effect))
             known, known_structure = flatten(whole.effects[name].value) if name in whole.effects else ([], None)
@@ -390,6 +412,30 @@ class Judgement:
         if found is not None:
             tensor, keeper = found
             refuse(f"a tensor {list(tensor.shape)} with a graph leaves {self._name} past its output, {keeper}")
+
+
+class _LeavesBeside:
+    """Leaves that are none of the model's weights (a table of the loop's), whose gradients the runs are not to add to."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def set_aside(self, leaves: Iterable[torch.Tensor], name: str) -> None:
+        """Take gradients of leaves away, unless that is done. Refuses hooks on them, which would be called once for each part."""
+        for leaf in leaves:
+            if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
+                refuse(
+                    f"{name} uses a tensor of the loop's that has a hook, which would be called once for each micro-batch"
+                )
+            if id(leaf) not in self._kept:
+                self._kept[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
+
+    def put_back(self) -> None:
+        """Give them back."""
+        for leaf, gradient in self._kept.values():
+            leaf.grad = gradient
+        self._kept.clear()
 
 
 def _unchanged(one: Any, other: Any) -> bool:

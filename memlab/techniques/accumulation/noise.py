@@ -5,7 +5,8 @@ Numbered rules:
 1. The run together comes first, and what it draws is kept, in order. Each run of some of its rows is then given, at the same
    place in the order, the rows of those numbers that are its own. Numbers whose shape does not depend on the rows (noise on
    weights) are the same for all.
-2. Where a model draws row by row, the runs apart take what was drawn one after another (`in_turn`).
+2. Where a draw has several numbers for each row, they are one row's after another's, or one view's of all rows after
+   another's. Where a model draws row by row, the runs apart take what was drawn one after another (`Order`).
 3. Dropout inside of an attention kernel cannot be given numbers: it is left out on both sides.
 4. A part that is run again, in the same pass or in the backward pass (`repeat`), draws what its first run drew: it starts from the
    random state that one started from, so each draw is known by the state of its generator. In the backward pass a draw
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -36,6 +38,14 @@ LOW_DTYPES = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
+
+
+class Order(Enum):
+    """Which of the numbers that all rows have drawn are some rows' own."""
+
+    ROWS = "row by row"
+    VIEWS = "view by view"  # of rows that are called several times together, as crops of an image
+    IN_TURN = "draw by draw"  # rows apart go on where those before ended, instead of taking a share of each draw
 
 
 class StrangeDrawError(Exception):
@@ -76,7 +86,7 @@ class Noise(WatchingMode):
         super().__init__()
         self._drawn: list[tuple[Any, list[Any], list[torch.Tensor]]] = []
         self._giving = False
-        self._in_turn = False
+        self._order = Order.ROWS
         self._next = 0
         self._rows = (0, 0, 0)
         self._born: list[weakref.ref[torch.UntypedStorage]] = []
@@ -86,6 +96,7 @@ class Noise(WatchingMode):
         self.computes_low = False
         self.ignored: dict[int, None] = {}  # targets that losses ignore, or that whole numbers are held against
         self.chooses = False  # whether the run together takes indices, or numbers of Python, from what it has computed
+        self.has_views = False  # whether draws had several numbers for each row along a dimension
         self.draws_inside = False  # whether dropout inside of a kernel was left out (rule 3)
 
     @property
@@ -99,20 +110,20 @@ class Noise(WatchingMode):
         """Return whether the run together drew anything."""
         return bool(self._drawn)
 
-    def give(self, start: int, stop: int, *, of: int, in_turn: bool = False) -> None:
+    def give(self, start: int, stop: int, *, of: int, order: Order = Order.ROWS) -> None:
         """Give the numbers that belong to some rows from now on.
 
         Args:
             start: the first of the rows.
             stop: the one after the last.
             of: how many rows ran together.
-            in_turn: go on where the rows before ended, instead of taking a share of each draw.
+            order: which of them these are.
         """
         self._giving, self._repeating = True, False
         self._given_at = {}
         self._rows = (start, stop, of)
-        self._in_turn = in_turn
-        if not (in_turn and start):
+        self._order = order
+        if not (order is Order.IN_TURN and start):
             self._next = 0
 
     def repeat(self) -> None:
@@ -179,13 +190,17 @@ class Noise(WatchingMode):
         if kept.shape == wanted:
             return kept
         start, stop, rows = self._rows
-        if self._in_turn or kept.dim() != len(wanted):
+        if self._order is Order.IN_TURN or kept.dim() != len(wanted):
             raise StrangeDrawError
         differing = [dim for dim in range(kept.dim()) if kept.size(dim) != wanted[dim]]
         dim = differing[0]
         if len(differing) > 1 or kept.size(dim) % rows or wanted[dim] * rows != kept.size(dim) * (stop - start):
             raise StrangeDrawError
         each = kept.size(dim) // rows
+        self.has_views |= each > 1
+        if self._order is Order.VIEWS:
+            views = kept.reshape(*kept.shape[:dim], each, rows, *kept.shape[dim + 1 :])
+            return views.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
         return kept.narrow(dim, start * each, (stop - start) * each)
 
 

@@ -20,7 +20,7 @@ from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
-from memlab.techniques.accumulation.noise import Noise, StrangeDrawError
+from memlab.techniques.accumulation.noise import Noise, Order, StrangeDrawError
 from memlab.techniques.accumulation.rows import FEW_ROWS, separating_rows, telling_rows
 from memlab.techniques.accumulation.split import (
     Call,
@@ -75,8 +75,7 @@ class Probe:
         self._rules: dict[tuple[Any, ...], dict[int, list[LossRule]]] = {}
         # of Python's and NumPy's generators, which know no rows: whether rows apart go on where those before ended
         self.goes_on = False
-        # of torch's: whether they take what was drawn for all rows one after another, as a model that draws row by row
-        self.in_turn = False
+        self.order = Order.ROWS  # in which those of torch follow the rows
         self._draws_on_host = self._draws = False
         # whether a call without gradients fails
         self.needs_graph = False
@@ -166,7 +165,7 @@ class Probe:
             failed: gets the error of a model that does not run on some rows.
             needs_rule: where there are only scalars, one of them has to follow a rule.
         """
-        for self.goes_on, self.in_turn in ((False, False), (False, True), (True, False)):
+        for self.goes_on, self.order in (*((False, order) for order in Order), (True, Order.ROWS)):
             try:
                 whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
                 joins = self._joins_of(layout, whole, parts, [1, min(layout.rows, 3) - 1])
@@ -309,10 +308,10 @@ class Probe:
     def _look(self, call: Call, layout: Layout, rows: Sequence[int]) -> tuple[Outputs, list[Outputs]]:
         call = self._widened(call)
         spans = ((0, len(rows)), (0, 1), (1, len(rows)))
-        for in_turn in (self.in_turn, not self.in_turn):
+        for order in dict.fromkeys((self.order, Order.IN_TURN, Order.ROWS)):
             try:
                 generators = filter(is_generator, call.leaves)
-                with self._quietly(in_turn=in_turn, goes_on=self.goes_on, generators=generators) as quiet:
+                with self._quietly(order=order, goes_on=self.goes_on, generators=generators) as quiet:
                     together, *apart = (
                         _sampled(
                             Outputs.of(
@@ -330,14 +329,14 @@ class Probe:
 
     @contextmanager
     def _quietly(
-        self, *, in_turn: bool = False, goes_on: bool = False, generators: Iterable[Any] = ()
+        self, *, order: Order = Order.ROWS, goes_on: bool = False, generators: Iterable[Any] = ()
     ) -> Iterator[Quiet]:
         """Look at the model's outputs, without gradients unless it needs them; buffers, attributes and random states stay as they were.
 
         The mode stays that of training: what depends on other rows only then must be seen, and layers that repack their weights for
         evaluation must not do so.
         """
-        quiet = Quiet(self._model, self._run or self._model.forward, in_turn, goes_on, generators, self._buffers_alone)
+        quiet = Quiet(self._model, self._run or self._model.forward, order, goes_on, generators, self._buffers_alone)
         # a twin of fakes has no values that could depend on the mode
         changed = nn.Module if quiet.is_fake else self._per_part
         training = [module for module in self._model.modules() if isinstance(module, changed) and module.training]
@@ -455,13 +454,13 @@ class Quiet:
         self,
         model: nn.Module,
         run: Callable[..., Any],  # runs it
-        in_turn: bool,  # random numbers are given one after another, see `Noise`
+        order: Order,  # in which random numbers are given, see `Noise`
         goes_on: bool,  # Python's and NumPy's generators go on from one run apart to the next
         generators: Iterable[Any],  # of random numbers, among the arguments
         buffers_alone: bool,  # of the model's state, buffers alone are put back
     ) -> None:
         self._run = run
-        self._in_turn = in_turn
+        self._order = order
         self.goes_on = goes_on
         self.draws_on_host = False
         self.is_fake = any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
@@ -482,7 +481,7 @@ class Quiet:
         start, stop, together = span or (0, 0, 0)
         is_apart = (start, stop) != (0, together)
         if is_apart:
-            self.noise.give(start, stop, of=together, in_turn=self._in_turn)
+            self.noise.give(start, stop, of=together, order=self._order)
         writing = nullcontext() if self._snapshot is None else self._snapshot.writing()
         with self._gradients_apart(), writing, nullcontext() if span is None or self.is_fake else self.noise:
             output = call.run(self._run)

@@ -122,7 +122,9 @@ class Layout:
         def taken(leaf: Any, dim: int, ends: Sequence[int]) -> Any:
             if isinstance(leaf, (list, tuple)):
                 return leaf[start:stop]
-            return leaf.narrow(dim, ends[start], ends[stop] - ends[start])
+            rows = leaf.narrow(dim, ends[start], ends[stop] - ends[start])
+            # as a smaller batch would be: of one with the time first, rows are not together, and `view` fails
+            return rows if leaf.requires_grad or not leaf.is_contiguous() else rows.contiguous()
 
         return self._of_leaves(call, taken)
 

@@ -12,6 +12,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.techniques.accumulation.merge import Merge
+from memlab.techniques.accumulation.noise import Order
 from memlab.techniques.accumulation.split import Outputs
 
 
@@ -38,7 +39,7 @@ class SplitVerdict:
     leading: frozenset[int] = frozenset()  # outputs that others are computed from
     chooses: bool = False  # whether the model takes indices, or numbers of Python, from values it has computed
     draws: bool = False  # whether the model draws random numbers with torch
-    in_turn: bool = False  # whether they follow one part after another, and not the rows
+    order: Order = Order.ROWS  # in which they follow the rows
 
     def knows(self, outputs: Outputs) -> bool:
         """Return whether a call has left something in the places where the judged one did, and in no other."""

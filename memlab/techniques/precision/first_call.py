@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -17,9 +17,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Precision
 from memlab.runtime.containers import Effect
+from memlab.runtime.graphs import functions_of_users
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
+from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.tree import flatten, tensors_in
 from memlab.techniques.base import ModelCall
@@ -67,11 +69,14 @@ class FirstCalls:
         # a mode within which something is compiled would be part of what torch compiles it for
         pure = self._precision is Precision.PURE_BF16 and not is_compiled(model)
         try:
-            with before.writing() if pure else nullcontext():
+            with before.writing() if pure else nullcontext(), _hooks_of_users() as hooked:
                 output = self._lowered(call, args, kwargs)
         except Exception as error:
             for each in frozen:
                 each.put_back()
+            if isinstance(error, RefusalError):
+                before.restore(strict=False)
+                randomness.restore()
             if is_out_of_memory(error) or isinstance(error, MemlabError):
                 raise
             said = but + first_line(error)
@@ -84,11 +89,12 @@ class FirstCalls:
                 whole = ", ".join(which for which, _ in written)
                 said = f"with {whole}, which its forward pass changes, in fp32: "
                 return self.run(name, model, call, args, kwargs, but=said)
-            left = self._left_unscaled(before.effects(), output)
-            later = _computing_later(output, self._precision)
-            if left is None and later is None:
+            why = _computing_later(output, self._precision)
+            if why is None and self._precision is Precision.FP16:
+                why = _seeing_scale(before.effects(), output, hooked)
+            if why is None:
                 return output
-            said = f"its gradients are scaled at the output, and {left} is past it" if later is None else later
+            said = why
         before.restore(strict=False)
         randomness.restore()
         raise self._refusal(name, model, lambda: call(*args, **kwargs), said, frozen)
@@ -168,20 +174,46 @@ class FirstCalls:
         for _, tensor in written:
             self._masters.join(tensor)
 
-    def _left_unscaled(self, effects: Mapping[str, Effect], output: Any) -> str | None:
-        """Return where a tensor is left that gradients come in by past the output.
 
-        What the output is made of (a weight that is normed anew in each call) is not meant: who uses it past the output is
-        refused by the backward pass.
-        """
-        left = {
-            name: leaf
-            for name, effect in (effects.items() if self._precision is Precision.FP16 else ())
-            for leaf in flatten(effect.value)[0]
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        }
-        within = nodes_of(tensors_in(output)) if left else {}
-        return next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None)
+def _seeing_scale(effects: Mapping[str, Effect], output: Any, hooked: Sequence[str]) -> str | None:
+    """Say what of a call under fp16 is given gradients that are scaled, or comes in past the output, where they are; None for none.
+
+    What the output is made of (a weight that is normed anew in each call) does not come in past it: who uses it there is
+    refused by the backward pass.
+    """
+    left = {
+        name: leaf
+        for name, effect in effects.items()
+        for leaf in flatten(effect.value)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    }
+    within = nodes_of(tensors_in(output))
+    if past := next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None):
+        return f"its gradients are scaled at the output, and {past} is past it"
+    seeing = [
+        *(f"{name}.backward" for name in functions_of_users(within.values())),
+        *(f"a hook ({name})" for name in hooked),
+        *(f"{name}.grad" for name, leaf in left.items() if leaf.retains_grad),
+    ]
+    return f"{seeing[0]} would be given gradients multiplied by the loss scale" if seeing else None
+
+
+@contextmanager
+def _hooks_of_users() -> Iterator[list[str]]:
+    """Context that gives the names of functions which the user's code registers as hooks of tensors within."""
+    found: list[str] = []
+    register = torch.Tensor.register_hook
+
+    def heard(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if not is_ours(hook):
+            found.append(getattr(hook, "__qualname__", type(hook).__name__))
+        return register(tensor, hook)  # type: ignore[no-untyped-call]
+
+    torch.Tensor.register_hook = heard  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 def _left_by(model: nn.Module) -> tuple[Surroundings, Randomness]:

@@ -126,7 +126,11 @@ class LossScale:
             return leaf
         if isinstance(leaf, LazyTensor):
             return leaf.with_gradient(lambda tensor: self._scaled(tensor, enters=enters))
-        return _ScaledGradient.apply(leaf, self, enters) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
+        if not leaf.requires_grad or (
+            leaf.is_leaf and not enters
+        ):  # rules 2 and 3 see to a leaf that the call has made
+            return leaf
+        return _ScaledGradient.apply(leaf, self, enters)  # type: ignore[no-untyped-call]
 
     @property
     def factor(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -82,7 +82,7 @@ class Masters:
         """The master of a tensor, where it rests; None when it is in its place. Who writes to it shows it first."""
         rest = self._rest.get(id(tensor))
         # what becomes of it may outlive an inference
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(mode=False), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass(), _for_training():
             if rest is None or tensor.dtype is torch.float32:
                 return None
             if rest.dtype is torch.float32:
@@ -132,9 +132,10 @@ class Masters:
 
     def settle(self) -> None:
         """Bring bf16 values in line with masters that were shown, and let those go that nobody holds any more."""
-        for tensor in self.tensors:
-            if tensor in self and (tensor.dtype is not torch.bfloat16 or self._is_whole(tensor)):
-                self._settle(tensor)
+        with _for_training():
+            for tensor in self.tensors:
+                if tensor in self and (tensor.dtype is not torch.bfloat16 or self._is_whole(tensor)):
+                    self._settle(tensor)
 
     def _settle(self, tensor: torch.Tensor) -> None:
         if tensor.dtype is torch.bfloat16:
@@ -156,30 +157,32 @@ class Masters:
         before = {id(tensor): (tensor.data, self._rest[id(tensor)]) for tensor in split if self._belongs(tensor)}
         storages = {}
         try:
-            for tensor, gradient in zip(split, gradients, strict=True):
-                tensor.grad = None
-                tensor.data = self._joined(tensor)
-                storages[id(tensor)] = tensor.untyped_storage()._cdata
-                tensor.grad = None if gradient is None else gradient.float()
+            with _for_training():
+                for tensor, gradient in zip(split, gradients, strict=True):
+                    tensor.grad = None
+                    tensor.data = self._joined(tensor)
+                    storages[id(tensor)] = tensor.untyped_storage()._cdata
+                    tensor.grad = None if gradient is None else gradient.float()
             yield
         finally:
-            joined = [tensor for tensor in split if tensor.dtype is torch.float32]
-            # all gradients first: what they give free is what splitting needs
-            for tensor in joined:
-                tensor.grad = None
-            for tensor in joined:
-                high, rest = before.pop(id(tensor), (None, None))
-                if high is not None and high.device != tensor.device:  # the loop has moved the model
-                    high = rest = None
-                is_same = tensor.untyped_storage()._cdata == storages.get(id(tensor))
-                if rest is None or rest.dtype is torch.int16:
-                    self._lower(tensor, tensor.data, high, rest)
-                elif is_same and rest.device == tensor.device:
-                    self._lower(tensor, rest, high)
-                else:  # on a visit to the device; or it was given other data
-                    self._lower(tensor, rest.copy_(tensor.data) if is_same else tensor.data, high)
-            for tensor, gradient in zip(split, gradients, strict=True):
-                tensor.grad = None if gradient is None else gradient.to(tensor)
+            with _for_training():
+                joined = [tensor for tensor in split if tensor.dtype is torch.float32]
+                # all gradients first: what they give free is what splitting needs
+                for tensor in joined:
+                    tensor.grad = None
+                for tensor in joined:
+                    high, rest = before.pop(id(tensor), (None, None))
+                    if high is not None and high.device != tensor.device:  # the loop has moved the model
+                        high = rest = None
+                    is_same = tensor.untyped_storage()._cdata == storages.get(id(tensor))
+                    if rest is None or rest.dtype is torch.int16:
+                        self._lower(tensor, tensor.data, high, rest)
+                    elif is_same and rest.device == tensor.device:
+                        self._lower(tensor, rest, high)
+                    else:  # on a visit to the device; or it was given other data
+                        self._lower(tensor, rest.copy_(tensor.data) if is_same else tensor.data, high)
+                for tensor, gradient in zip(split, gradients, strict=True):
+                    tensor.grad = None if gradient is None else gradient.to(tensor)
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         rest = self._rest[id(tensor)]
@@ -207,6 +210,14 @@ class Masters:
             halves = _halves(master, high, low)
         tensor.data = halves[0]
         self._rest[id(tensor)] = master if is_shared(master) else halves[1]
+
+
+def _for_training() -> ExitStack:
+    """Context in which what is made serves training, whatever mode the loop is in."""
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(mode=False))
+        modes.enter_context(torch.no_grad())
+        return modes.pop_all()
 
 
 def _halves(

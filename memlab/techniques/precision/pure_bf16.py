@@ -39,6 +39,9 @@ from memlab.techniques.base import ModelCall
 from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.own_form import OwnForm
 
+# who asks for the gradient of one has another tensor, in fp32
+_LEAF = "the forward pass {}, which would be one of its own in bf16"
+
 
 @dataclass(frozen=True, eq=False)
 class _Given:
@@ -108,13 +111,18 @@ class PureBf16:
         _require_in_force(self)
         with Lent(as_bf16, as_fp32) as lent:
             args, kwargs = lent.lend((args, dict(kwargs)))
+            plain = [leaf for leaf in tensors_in((args, kwargs)) if not leaf.requires_grad]
             with self._others_lowered(), self.within(), without_autocast():
                 output = call(*args, **kwargs)
+        if any(leaf.requires_grad for leaf in plain):
+            raise RefusalError("precision", _LEAF.format("has an argument require gradients"), "use --bf16")
         return in_leaves(lambda leaf: self._as_loops(lent.own(leaf)), output)
 
     def _as_loops(self, leaf: Any) -> Any:
         """An output as the loop gets it, whose backward pass is refused once weights are whole again."""
         output = as_fp32(leaf)
+        if output is not leaf and leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, nn.Parameter):
+            raise RefusalError("precision", _LEAF.format("returns a leaf that requires gradients"), "use --bf16")
         if output is not leaf and output.grad_fn is not None:
             there = weakref.ref(self)  # a loss that the loop keeps keeps no weights
             output.grad_fn.register_prehook(lambda _: _require_in_force(there()))
