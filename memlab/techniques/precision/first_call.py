@@ -187,7 +187,8 @@ def _seeing_scale(effects: Mapping[str, Effect], output: Any, hooked: Sequence[s
         for leaf in flatten(effect.value)[0]
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
-    within = nodes_of(tensors_in(output))
+    with torch._C.DisableTorchFunctionSubclass():  # logits that wait are not computed for this
+        within = nodes_of(tensors_in(output))
     if past := next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None):
         return f"its gradients are scaled at the output, and {past} is past it"
     seeing = [

@@ -118,19 +118,16 @@ class LossScale:
         return self._scaled(leaf, enters=True)
 
     def left(self, leaf: Any) -> Any:
-        """Return an output of a call, by which gradients enter it scaled."""
-        return self._scaled(leaf, enters=False)
+        """Return an output of a call, by which gradients enter it scaled; rules 2 and 3 see to a leaf that it has made."""
+        is_leaf = type(leaf) is torch.Tensor and leaf.is_leaf
+        return leaf if is_leaf else self._scaled(leaf, enters=False)
 
     def _scaled(self, leaf: Any, *, enters: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if isinstance(leaf, LazyTensor):
             return leaf.with_gradient(lambda tensor: self._scaled(tensor, enters=enters))
-        if not leaf.requires_grad or (
-            leaf.is_leaf and not enters
-        ):  # rules 2 and 3 see to a leaf that the call has made
-            return leaf
-        return _ScaledGradient.apply(leaf, self, enters)  # type: ignore[no-untyped-call]
+        return _ScaledGradient.apply(leaf, self, enters) if leaf.requires_grad else leaf  # type: ignore[no-untyped-call]
 
     @property
     def factor(self) -> float:
