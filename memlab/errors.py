@@ -101,8 +101,10 @@ def first_line(error: BaseException) -> str:
         'ValueError: not a number'
         >>> first_line(ValueError("much " * 30))[-11:]
         'much much …'
+        >>> first_line(AssertionError())
+        'AssertionError'
     """
     text = (str(error).splitlines() or [""])[0]
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS].rpartition(' ')[0] or text[:_MOST_CHARACTERS]} …"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
