@@ -290,8 +290,8 @@ def page() -> str:
         "off on average, 1.1 % with rising ones). `whisper` under `--precision pure-bf16` with expandable segments, 12 % too low: mended since "
         "(+0.1 %, emulated).",
         "",
-        "*Emulated* rows are of 23 to 29 November; those of whisper, gpt2_with_dropout, opt, encoder and t5 on the H100 (all plans but some that were "
-        "exact) are the newest. The others are from before three mends of 29 November, which were found by comparing torch's recording of its allocator "
+        "*Emulated* rows are of 23 to 29 November. Those of whisper, gpt2_with_dropout, opt, bart and qwen3, on the H100 of encoder, t5 and mistral too, on "
+        "the T4 of these and bert, on the A100 of bert, are the newest; the others are from before three mends of 29 November, found by comparing torch's recording of its allocator "
         "with the predicted requests, one by one: temporaries inside an operator are placed as torch does (copies of arguments before results, one "
         "group after another) and computed by their formula for each number of rows; the look that `--accumulate` takes gives its cache back; flash "
         "attention's split over keys is counted. On the H100 `encoder` under `--accumulate 4` went from +11.0 to 0.0 % of reserved bytes, whisper under "
