@@ -7,8 +7,9 @@ and autocast stay as they are, and dispatch modes (a ledger, a fake mode) do not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from time import perf_counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from memlab.runtime.modules import without_global_hooks
 from memlab.techniques.offload.spill import Spill
 from memlab.units import MIB
 
-# name, dtype, and the side of a square product that takes a few milliseconds; fp16 has no fast kernels on most CPUs
+# name, dtype, and rows, inputs and outputs of a linear layer that takes a few milliseconds; 16 bits have no fast kernels on
+# most CPUs
 _PRODUCTS = (
-    ("fp32", torch.float32, 512),
-    ("bf16", torch.bfloat16, 512),
-    ("fp16", torch.float16, 160),
-    ("fp64", torch.float64, 256),
+    ("fp32", torch.float32, (512, 512, 512)),
+    ("bf16", torch.bfloat16, (256, 128, 512)),
+    ("fp16", torch.float16, (128, 128, 256)),
+    ("fp64", torch.float64, (256, 256, 256)),
 )
+_PRODUCTS_OF_LAYER = 3
 # above the 32 MiB up to which malloc comes to keep freed memory (M_MMAP_THRESHOLD in mallopt(3)), and above most caches
 _FRESH_BYTES = 40 * MIB
 # from about here on an operator's result was memory mapped anew at every step (GPT-2 and BERT of 4 to 12 M parameters)
@@ -51,29 +54,36 @@ _known: dict[int, Rates] = {}
 def host_rates() -> Rates:
     """Rates of this machine's CPU with the present number of threads.
 
-    The first call takes some 0.3 s, and the time to import bitsandbytes where it is installed; later ones nothing.
+    The first call takes some 0.5 s, later ones nothing. Rates of 8-bit optimizers are measured when they are first asked for, as
+    that imports bitsandbytes.
 
     Known limitations:
-        Products are measured square and warm; caches, other processes and thin products make a step slower.
+        Products are measured warm, those of one linear layer together; caches, other processes and thin products make a
+        step slower.
     """
     threads = torch.get_num_threads()
     if threads not in _known:
-        no_autocast, no_inference = torch.autocast("cpu", enabled=False), torch.inference_mode(False)
-        with without_global_hooks(), _disable_current_modes(), no_inference, no_autocast, torch.no_grad():
+        with _undisturbed():
             _known[threads] = _measured(threads)
     return _known[threads]
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    no_autocast, no_inference = torch.autocast("cpu", enabled=False), torch.inference_mode(False)
+    with without_global_hooks(), _disable_current_modes(), no_inference, no_autocast, torch.no_grad():
+        yield
+
+
 def _measured(threads: int) -> Rates:
     bytes_per_second, mapped_bytes_per_second = _memory_rates()
-    elements = _element_rates() | _bitsandbytes_rates()
     return Rates(
         name=f"CPU, {threads} thread{'s' if threads > 1 else ''}",
-        flops_per_second={name: _product_rate(dtype, side) for name, dtype, side in _PRODUCTS},
+        flops_per_second={name: _product_rate(dtype, *sizes) for name, dtype, sizes in _PRODUCTS},
         bytes_per_second=bytes_per_second,
         seconds_per_kernel=_seconds_per_operator(),
         host_bytes_per_second=_spill_rate(),
-        elements_per_second=elements,
+        elements_per_second=_Elements(_element_rates()),
         kept_bytes=_KEPT_BYTES,
         mapped_bytes_per_second=mapped_bytes_per_second,
         overlaps=False,
@@ -82,12 +92,14 @@ def _measured(threads: int) -> Rates:
 
 def _seconds(call: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """The shortest of a few runs, after one to warm up."""
+    # other processes make a run longer on the clock, and take no time of this thread; that of several is not to be had
+    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
     call()
     shortest = math.inf
     for _ in range(repeats):
-        start = perf_counter()
+        start = clock()
         call()
-        shortest = min(shortest, perf_counter() - start)
+        shortest = min(shortest, clock() - start)
     return shortest
 
 
@@ -95,9 +107,17 @@ def _ones(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(sizes, dtype=dtype, device="cpu")
 
 
-def _product_rate(dtype: torch.dtype, side: int) -> float:
-    a, b = _ones(side, side, dtype=dtype), _ones(side, side, dtype=dtype)
-    return 2.0 * side**3 / _seconds(lambda: torch.mm(a, b))
+def _product_rate(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> float:
+    """Operations per second of a linear layer, there and back: in 16 bits its products differ up to 17 times in speed."""
+    values, weight = _ones(rows, inputs, dtype=dtype), _ones(outputs, inputs, dtype=dtype)
+    gradient = _ones(rows, outputs, dtype=dtype)
+
+    def there_and_back() -> None:
+        torch.mm(values, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), values)
+
+    return _PRODUCTS_OF_LAYER * 2.0 * rows * inputs * outputs / _seconds(there_and_back)
 
 
 def _memory_rates() -> tuple[float, float]:
@@ -144,6 +164,25 @@ def _block() -> tuple[torch.nn.Module, ...]:
     torch.nn.init.eye_(linear.weight)
     torch.nn.init.zeros_(linear.bias)
     return linear, torch.nn.LayerNorm(_SMALL, device="cpu", dtype=torch.float32), torch.nn.GELU()
+
+
+class _Elements(Mapping[str, float]):
+    """Rates by kind of arithmetic; those of bitsandbytes are measured when one is asked for."""
+
+    def __init__(self, known: dict[str, float]) -> None:
+        self._known = known
+
+    def __getitem__(self, kind: str) -> float:
+        if kind in (Kind.ADAM_8BIT, Kind.QUANTIZATION) and kind not in self._known:
+            with _undisturbed():
+                self._known |= _bitsandbytes_rates()
+        return self._known[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
 
 def _bitsandbytes_rates() -> dict[str, float]:

@@ -24,11 +24,14 @@ from memlab.hardware.gpus import Gpu
 from memlab.measuring.device import device_for
 from memlab.measuring.holdings import gradients_of, inputs_of, parameters_of, state_of
 from memlab.measuring.ledger import Ledger
+from memlab.measuring.observation import BACKWARD
 from memlab.measuring.runs import Workloads, each_of, require_complete
 from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, Precision
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
     NOTHING,
+    OUTSIDE,
+    PLACE,
     Event,
     Levels,
     Segment,
@@ -53,6 +56,10 @@ from memlab.units import MIB, format_bytes
 # outputs larger than this, and than this share of the peak, are worth a word
 _NOTEWORTHY_BYTES = 1 * MIB
 _NOTEWORTHY_SHARE = 0.05
+# formats whose first call keeps copies of the buffers until it is known to run (`techniques.precision.first_call`), and from
+# which share of a pass on these count
+_IN_16_BITS = (Precision.BF16, Precision.FP16, Precision.PURE_BF16)
+_NOTEWORTHY_SHARE_OF_COPIES = 0.001
 # of their size: what is measured above a prediction and differs by less is taken for held outputs
 _ALIKE_SHARE = 0.1
 
@@ -339,7 +346,20 @@ class PlanPredictor:
         is_split = len(sizes) > 1
         looks = [self._passes.first(settings, sizes[0], is_split=is_split)]
         looks += [self._look_at_rows(plan)] if is_split else []
+        looks += [self._first_in_16_bits(settings, sizes)] if settings.precision in _IN_16_BITS else []
         return max((look for look in looks if look is not None), key=lambda look: sum(look.shape.peak), default=None)
+
+    def _first_in_16_bits(self, settings: Plan, sizes: Sequence[int]) -> Segment | None:
+        """Return the first pass of all, in which the buffers are held twice; None where they are too small to matter."""
+        copies = sum(b.numel() * b.element_size() for b in self._tracer.twin.workload.model.buffers())
+        passed = self._passes.segments(settings, sizes)[0]
+        if copies < _NOTEWORTHY_SHARE_OF_COPIES * passed.shape.peak_bytes:
+            return None
+        events = list(passed.events)
+        forward = next((at for at, event in enumerate(events) if event[3] == BACKWARD), len(events))
+        place, number = PLACE[Category.TEMPORARIES], 0  # no storage of a trace has this number
+        events.insert(forward, (-copies, number, place, OUTSIDE))
+        return Segment([(copies, number, place, OUTSIDE), *events], passed.bill, passed.rates, passed.products)
 
     def _look_at_rows(self, plan: Plan) -> Segment:
         """Return what accumulation does before it first splits a batch; nearly the same for every plan."""

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from memlab.hardware.roofline import Bill, Rates, Work
-from memlab.measuring.observation import PHASES, RawEvent
+from memlab.measuring.observation import BACKWARD, PHASES, RawEvent
 from memlab.records import Category, Phase, TimelinePoint
 from memlab.trace.hidden_memory import Held
 from memlab.trace.recorder import Hidden
@@ -151,14 +151,14 @@ class TracedPass:
         self._other_sizes = self._sizes if other is None else other.sizes
         categories = one.observation.categories
         self._places = [PLACE[categories.get(number, Category.TEMPORARIES)] for number, _ in self._numbers]
-        self._segments: dict[tuple[int, bool, frozenset[int]], Segment] = {}
+        self._segments: dict[tuple[int, bool, frozenset[int] | None], Segment] = {}
 
     def share(self, rows: int) -> float:
         """Return how far a number of rows lies from that of the one trace towards that of the other."""
         return 0.0 if self._other is None else (rows - self._rows) / (self._other.rows - self._rows)
 
-    def segment(self, rows: int, *, accumulating: bool = False, kept: frozenset[int] = frozenset()) -> Segment:
-        """The pass with so many rows."""
+    def segment(self, rows: int, *, accumulating: bool = False, kept: frozenset[int] | None = None) -> Segment:
+        """The pass with so many rows; of a split batch with the numbers of the outputs that are kept when it is over."""
         key = (rows, accumulating, kept)
         if key not in self._segments:
             self._segments[key] = self._made(rows, accumulating=accumulating, kept=kept)
@@ -197,13 +197,14 @@ class TracedPass:
         pairs = zip(self._sizes, self._other_sizes, self._numbers, strict=True)
         return {number: _between(a, b, share) for a, b, (number, _) in pairs if a > 0 and number in wanted}
 
-    def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int]) -> Segment:
+    def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int] | None) -> Segment:
         share, events, hidden = self.share(rows), self.events(rows), self.hidden(rows)
         if hidden or accumulating:
             settled = self.trace.settled if accumulating else {}
             events = list(_with_insertions(events, hidden, settled))
-        if kept:
+        if kept is not None:
             events = [event for event in events if event[0] > 0 or event[1] not in kept]
+            events += _gone_with_the_graph(events)
         bill = self.trace.bill
         if self._other is not None and share:
             bill = bill.towards(self._other.bill, share)
@@ -262,6 +263,17 @@ def _learn(known: dict[Any, Any], mine: Any, theirs: Any) -> None:
     """Remember what becomes of something; None when it is not always the same."""
     if known.setdefault(mine, theirs) != theirs:
         known[mine] = None
+
+
+def _gone_with_the_graph(events: Iterable[Event]) -> list[Event]:
+    """Deaths of what a backward pass leaves beside gradients: those of leaves that a forward makes, which its graph holds."""
+    left: dict[int, Event] = {}
+    for size_bytes, number, place, moment in events:
+        if size_bytes > 0 and moment == BACKWARD and place != _GRADIENTS:
+            left[number] = (-size_bytes, number, place, OUTSIDE)
+        elif size_bytes < 0:
+            left.pop(number, None)
+    return list(left.values())
 
 
 def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled: Mapping[int, int]) -> Iterator[Event]:

@@ -34,6 +34,7 @@ class Workload:
     Attributes:
         trained_on: the device, while an engine keeps parameters elsewhere between uses.
         tape: a step of the loop that trains it, where one was recorded.
+        has_values: whether its tensors hold values; those of a prediction's twin do not.
 
     Raises:
         WorkloadError: not a module, no trainable parameter, or an optimizer that steps none of the
@@ -45,6 +46,8 @@ class Workload:
         >>> workload.describe()
         'Linear 10 · AdamW · cpu'
     """
+
+    has_values = True
 
     def __init__(
         self,

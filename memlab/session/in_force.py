@@ -5,7 +5,8 @@ Rules of a change:
 1. Whatever may refuse is asked first, before anything is touched.
 2. What the change can touch is remembered by reference (`memlab.session.rollback`). Whatever raises on the way, the
    references go back: the old plan is then in force as it was, down to the moments of the optimizer,
-   the loss scale and the hooks. Nothing is converted back, so going back needs no memory.
+   the loss scale and the hooks. Nothing is converted back, so going back needs no memory. On a twin, which has no values,
+   what came in is taken out again instead: remembering is a good part of what a prediction costs.
 3. References keep the old form alive until the new one is complete. Where there is no room for both, the
    change is made a second time, and what has been replaced leaves the device as it goes.
 4. What references cannot keep is let go of last (`Technique.close`): an engine of a library, when the change has succeeded or
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -206,12 +207,14 @@ class InForce:
         self._once(act, interrupts, sparing=True)
 
     def _once(self, act: Callable[[], None], interrupts: Interrupts | None, *, sparing: bool) -> None:
-        before = Rollback(self._workload.model, self.optimizers, [*self._entries.values()])
+        before: Rollback | None = None
+        if self._workload.has_values:
+            before = Rollback(self._workload.model, self.optimizers, [*self._entries.values()])
         self._aliases = 1
         entries, plan = dict(self._entries), self.plan
         # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
         spares = sparing and not self.is_engine
-        self._exchanged = before.spare if spares else _nothing
+        self._exchanged = before.spare if before is not None and spares else _nothing
         try:
             act()
             self._hand_back()
@@ -219,6 +222,9 @@ class InForce:
                 interrupts.deliver()
         except BaseException as error:
             release(error)  # its frames would seem to be the loop, which holds gradients and weights
+            if before is None:
+                self._take_back(entries, plan)
+                raise
             tried, self._entries, self.plan = self._entries, entries, plan
             self._refresh()
             before.restore()
@@ -232,6 +238,15 @@ class InForce:
         finally:
             self._exchanged = _nothing
             self._aliases = 0
+
+    def _take_back(self, entries: Mapping[type[Technique], _Entry], plan: Plan) -> None:
+        """Take out what a change that failed has put in; there are no values that its undo could lose."""
+        for kind in reversed(TECHNIQUES):
+            if kind in self._entries and entries.get(kind) is not self._entries[kind]:
+                technique = self._entries[kind].technique
+                self._take_out(kind)
+                technique.close()
+        self.plan = plan
 
     def _refresh(self) -> None:
         self.techniques = [self._entries[kind].technique for kind in TECHNIQUES if kind in self._entries]

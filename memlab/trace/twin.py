@@ -45,6 +45,8 @@ _FOREIGN_ATTRIBUTES = ("_trainer", "_fabric")
 class TwinWorkload(Workload):
     """A workload of fakes that says it is on the device it stands for."""
 
+    has_values = False
+
     def __init__(self, device: torch.device, **given: Any) -> None:
         self._stands_for = device
         super().__init__(**given)

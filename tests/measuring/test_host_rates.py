@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -52,11 +53,28 @@ def test_measured_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatc
     assert host_rates().name == "CPU, 7 threads"
 
 
-def test_nothing_is_measured_at_import() -> None:
+def test_nothing_is_measured_at_import_and_bitsandbytes_waits_for_plans_that_need_it() -> None:
     code = (
-        "import memlab.measuring.host_rates as m, sys; assert m._known == {}; assert 'bitsandbytes' not in sys.modules"
+        "import memlab.measuring.host_rates as m, sys; assert m._known == {}; rates = m.host_rates(); "
+        "rates.seconds_per_flop('fp32', 'tanh'); assert 'bitsandbytes' not in sys.modules; "
+        "assert rates.seconds_per_flop('other', 'adam8bit') > 0"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_products_in_16_bits_are_as_fast_as_those_of_a_layer() -> None:
+    """Of two matrices that lie as they are made some CPUs make products in bf16 several times as slowly."""
+    layer = torch.nn.Linear(192, 384, bias=False).bfloat16()
+    values = torch.ones(256, 192, dtype=torch.bfloat16, requires_grad=True)
+
+    def seconds() -> float:
+        began = time.thread_time()
+        layer(values).sum().backward()
+        return time.thread_time() - began
+
+    measured = min(seconds() for _ in range(5))
+    predicted = 6 * 256 * 192 * 384 / host_rates().flops_per_second["bf16"]
+    assert measured / 2.5 < predicted < 2.5 * measured
 
 
 @pytest.mark.few(2)

@@ -406,6 +406,37 @@ def test_replayed_micro_batches_are_traced_once_for_all_settings_of_the_optimize
     assert sorted(asked) == ["--accumulate 2", "--accumulate 4"]
 
 
+class _MakesLeaf(nn.Module):
+    """Gradients come to a leaf that the forward makes of its input, as in wav2vec2's feature extractor."""
+
+    def __init__(self, buffer_elements: int = 0) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(512, 16), nn.Linear(16, 1)
+        self.register_buffer("table", torch.zeros(buffer_elements))
+
+    def forward(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaf = values[:, None]
+        leaf.requires_grad = True
+        return {"loss": self.two(self.one(leaf).tanh()).square().mean()}
+
+
+@pytest.mark.parametrize("flags", ["--accumulate 2", "--accumulate 4 --bf16"])
+def test_the_gradient_of_a_leaf_goes_with_the_graph_of_its_micro_batch(flags: str) -> None:
+    model = _MakesLeaf()
+    workload = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.randn(16, 512),))
+    predicted, measured = predict(workload, flags), measure(workload, flags, steps=1)
+    assert predicted.peak_allocated_bytes == measured.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16"])
+def test_the_first_call_in_16_bits_holds_buffers_twice(flags: str) -> None:
+    model = _MakesLeaf(buffer_elements=100_000)
+    workload = Workload(model, torch.optim.Adam(model.parameters()), batch=(torch.randn(16, 512),))
+    measure(workload, "", steps=1, keep=True)
+    predicted, measured = predict(workload, flags), measure(workload, flags, steps=1)
+    assert predicted.peak_allocated_bytes == measured.peak_allocated_bytes
+
+
 def test_outputs_that_the_loop_holds_are_learnt_from_a_measurement() -> None:
     """Under `logits, loss = model(…)` those of the step before live until the next ones take their place."""
     workload = family("loss second")

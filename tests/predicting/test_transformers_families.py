@@ -14,7 +14,6 @@ from tests.predicting.transformers_families import FAMILIES, workload_of
 _WORST = 0.001
 _FURTHER_OFF = {
     "gpt-j": (0.0015, "a split call copies tensors that are attributes of modules, here tables of positions"),
-    "wav2vec2": (0.0015, "the cause is not known"),
 }
 PLANS = (
     "",

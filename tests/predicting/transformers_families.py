@@ -209,6 +209,16 @@ _OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[], Batch]]] = {
         },
         _series,
     ),
+    "m2m-100": ("M2M100ForConditionalGeneration", {**_ENCODER_DECODER, **_NO_SKIPS}, _language),
+    "sew": (
+        "SEWForCTC",
+        {
+            **_COMMON, **_NO_SKIPS, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3),
+            "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
+            "squeeze_factor": 2, "apply_spec_augment": False,
+        },
+        _speech,
+    ),
 }  # fmt: skip
 
 FAMILIES = {

@@ -23,7 +23,9 @@ from memlab.errors import TraceError
 from memlab.plan import Plan
 from memlab.predicting import predict
 from memlab.runtime.batch import Batch
+from memlab.session import in_force, session_of
 from memlab.session.snapshot import Snapshot
+from memlab.techniques.checkpointing.checkpointing import Checkpointing
 from memlab.trace.tracer import Tracer
 from memlab.trace.twin import Twin
 from tests.helpers.fingerprint import differing, fingerprint
@@ -349,6 +351,33 @@ def test_the_plan_in_force_changes_no_prediction(in_force: str) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_fails_on_a_twin_is_taken_out_again_without_a_memory_of_what_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Remembering the live objects by reference is a good part of the time of a prediction."""
+
+    def must_not(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(in_force, "Rollback", must_not)
+    model = gpt2()
+    twin = Twin(Workload(model, torch.optim.AdamW(model.parameters()), batch=ragged_batch())).workload
+    before = [(dict(vars(module)), {**module._forward_pre_hooks}) for module in twin.model.modules()]
+    attach = Checkpointing.attach_model
+
+    def fails(self: Checkpointing, workload: Workload, undo: Any) -> None:
+        attach(self, workload, undo)
+        raise ValueError
+
+    with fit(twin, "--checkpoint --bf16"):
+        pass
+    monkeypatch.setattr(Checkpointing, "attach_model", fails)
+    with pytest.raises(ValueError):
+        fit(twin, "--checkpoint --bf16")
+    assert [(dict(vars(module)), {**module._forward_pre_hooks}) for module in twin.model.modules()] == before
+    assert session_of(twin.model) is None
 
 
 def test_a_billion_parameters_take_no_memory() -> None:
