@@ -93,7 +93,10 @@ class Trace:
 
 
 class Tracer:
-    """Traces steps of one workload. Raises `TraceError`: the model cannot be copied."""
+    """Traces steps of one workload. Raises `TraceError`: the model cannot be copied.
+
+    Over 300 lines: passes, looks and updates are traced on one twin, which each leaves as it found it.
+    """
 
     def __init__(
         self,

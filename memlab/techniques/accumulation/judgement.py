@@ -58,7 +58,10 @@ class _Run:
 
 
 class Judgement:
-    """One comparison of rows together and apart."""
+    """One comparison of rows together and apart.
+
+    Over 300 lines: each look at a run comes at its place between two others, from one state that is put back.
+    """
 
     def __init__(
         self,

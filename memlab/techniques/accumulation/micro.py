@@ -89,7 +89,10 @@ class Gatherer(Protocol):
 
 
 class MicroRun:
-    """One split model call: its micro-batches, and what is needed to run one of them again."""
+    """One split model call: its micro-batches, and what is needed to run one of them again.
+
+    Over 300 lines: the first pass, the backward pass and repetitions work on the same micro-batches and random states.
+    """
 
     def __init__(
         self,

@@ -51,7 +51,10 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Probe:
-    """Finds, for one model, how calls split and how scalars add up; remembers what it learnt."""
+    """Finds, for one model, how calls split and how scalars add up; remembers what it learnt.
+
+    Over 300 lines: layouts, joins and rules of losses are found by the same trial runs.
+    """
 
     def __init__(
         self,

@@ -100,7 +100,10 @@ class _Step:
 
 
 class GradientRelease(Technique):
-    """Update inside the backward pass; see the module for the rules and the known limitations."""
+    """Update inside the backward pass; see the module for the rules and the known limitations.
+
+    Over 300 lines: all rules ask the same sets, of which gradients are complete, used or gone.
+    """
 
     field = "gradients"
     descriptions = (
