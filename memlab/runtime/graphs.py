@@ -63,16 +63,21 @@ def reaches_before(tensors: Iterable[torch.Tensor], began: int) -> bool:
     return any(node._sequence_nr() < began for node in nodes_of(tensors))
 
 
-def nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
-    """Return the nodes of the graph of some tensors."""
+def nodes_of(tensors: Iterable[torch.Tensor], *, but: Any = None) -> set[Any]:
+    """Return the nodes of the graph of some tensors; without one, and what is reached by it alone."""
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
+        if node is not None and node is not but and node not in seen:
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
     return seen
+
+
+def asks_for_gradient(tensor: torch.Tensor) -> str:
+    """Return the function by which the loop has asked for the gradient of a tensor; empty where it has not."""
+    return "retain_grad" if tensor.retains_grad else "register_hook" if tensor._backward_hooks else ""
 
 
 def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1672,3 +1672,36 @@ def test_what_is_done_in_inference_mode_between_two_steps(flags: str) -> None:
     step()
     tensors = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
     assert not any(each.is_inference() for each in [*model.parameters(), *tensors])
+
+
+class _Features(nn.Module):
+    """Returns what its second output is computed from."""
+
+    def __init__(self, *, retains: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.retains = nn.Linear(6, 8), nn.Linear(8, 2), retains
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.body(rows)
+        if self.retains:
+            features.retain_grad()
+        return self.head(features.tanh()), features
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--precision pure-bf16"])
+@pytest.mark.parametrize("by", ["retain_grad", "register_hook", "the model"])
+def test_a_gradient_that_would_come_past_the_output_is_refused(by: str, flags: str) -> None:
+    model = _Features(retains=by == "the model")
+    with fit(workload(model), flags):
+        out, features = model(torch.randn(4, 6))
+        if by == "retain_grad":
+            features.retain_grad()
+        if by == "register_hook":
+            features.register_hook(lambda gradient: gradient)
+        with pytest.raises(RefusalError) as caught:
+            out.square().mean().backward()
+    asked = "retain_grad" if by == "the model" else by
+    assert str(caught.value) == (
+        f"precision: the loop asks for the gradient of an output from which the model computes another one ({asked}), and each "
+        "is cast by itself; leave its precision as it is"
+    )

@@ -16,7 +16,7 @@ from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
 from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, other_results
-from memlab.runtime.graphs import are_batched, hooks_on_saved_tensors, sequence_nr
+from memlab.runtime.graphs import are_batched, asks_for_gradient, hooks_on_saved_tensors, sequence_nr
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.modules import Modes
@@ -367,7 +367,7 @@ class MicroRun:
         """The same, without a graph."""
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
         alive = [tensor for ref in self._leading if (tensor := ref()) is not None]
-        if by := next(filter(None, map(_asks_for_gradient, alive)), ""):
+        if by := next(filter(None, map(asks_for_gradient, alive)), ""):
             name = type(self._model).__name__
             raise RefusalError(_FIELD, f"the loop asks for the gradient of an output of {name} ({by})", KEEP_WHOLE)
         if self._fused and not self._is_handed_over:
@@ -515,8 +515,3 @@ class _SplitCall(torch.autograd.Function):
         except MemlabError as refusal:
             run.told(refusal)
             raise
-
-
-def _asks_for_gradient(tensor: torch.Tensor) -> str:
-    """The function by which the loop asks for the gradient of a tensor; empty where it does not."""
-    return "retain_grad" if tensor.retains_grad else "register_hook" if tensor._backward_hooks else ""

@@ -36,6 +36,7 @@ from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, Technique
+from memlab.techniques.precision.cast_outputs import CastOutputs
 from memlab.techniques.precision.first_call import (
     AUTOCAST_DTYPES,
     FirstCalls,
@@ -107,6 +108,7 @@ class PrecisionChoice(Technique):
         self._scaler = LossScale()
         self._masters = Masters()
         self._pure: PureBf16 | None = None
+        self._outputs = CastOutputs()
         self._moments = PackedMoments(self.note_once, lambda: self.host.techniques())
         self._model: Callable[[], nn.Module | None] = lambda: None
         # parts that were there in a call that was looked at
@@ -188,6 +190,8 @@ class PrecisionChoice(Technique):
             undo.callback(self._raise_what_calls_keep, {(id(part), name) for part, _, name, _ in _kept(workload.model)})
         if self.plan.precision in AUTOCAST_DTYPES:
             around_backward_passes(self._around_backward, undo)
+        if self.plan.precision in (*AUTOCAST_DTYPES, Precision.PURE_BF16):
+            around_backward_passes(self._outputs.around, undo)
         match self.plan.precision:
             case Precision.FP32:
                 _set_matmul_precision("highest", undo)
@@ -199,7 +203,7 @@ class PrecisionChoice(Technique):
                 for optimizer in workload.optimizers:
                     self._moments.expect(optimizer)
                 self._pure = PureBf16(
-                    workload.model, self._masters, self._first, self._at_home, self.host.aliases(), undo
+                    workload.model, self._masters, self._outputs, self._first, self._at_home, self.host.aliases(), undo
                 )
 
     def _raise_what_calls_keep(self, before: set[tuple[int, str]]) -> None:
@@ -321,7 +325,7 @@ class PrecisionChoice(Technique):
             args, kwargs = lent.lend((args, dict(kwargs)))
             with torch.autocast(device_type, dtype=dtype):
                 output = call(*args, **kwargs)
-        return in_leaves(change, output)
+        return self._outputs.cast(change, output)
 
     @contextmanager
     def _in_fp32(self, model: nn.Module) -> Iterator[None]:

@@ -34,8 +34,9 @@ from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
 from memlab.runtime.touch import Touch
-from memlab.runtime.tree import Lent, in_leaves, tensors_in
+from memlab.runtime.tree import Lent, tensors_in
 from memlab.techniques.base import ModelCall
+from memlab.techniques.precision.cast_outputs import CastOutputs
 from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.own_form import OwnForm
 
@@ -60,6 +61,7 @@ class PureBf16:
         self,
         model: nn.Module,
         masters: Masters,  # of its weights, which are split here
+        outputs: CastOutputs,  # of its calls
         # runs the first call of each part that the loop calls by itself: its name, itself, the call and its arguments
         first: Callable[..., Any],
         # context in which weights are on the device they are used on
@@ -68,7 +70,7 @@ class PureBf16:
         undo: ExitStack,  # takes all of it back
     ) -> None:
         self._model = weakref.ref(model)
-        self._masters = masters
+        self._masters, self._outputs = masters, outputs
         self._first = first
         self._at_home = at_home
         self._is_loops_turn = False  # whether it is the loop that goes on, and not memlab within a call
@@ -116,7 +118,7 @@ class PureBf16:
                 output = call(*args, **kwargs)
         if any(leaf.requires_grad for leaf in plain):
             raise RefusalError("precision", _LEAF.format("has an argument require gradients"), "use --bf16")
-        return in_leaves(lambda leaf: self._as_loops(lent.own(leaf)), output)
+        return self._outputs.cast(lambda leaf: self._as_loops(lent.own(leaf)), output)
 
     def _as_loops(self, leaf: Any) -> Any:
         """An output as the loop gets it, whose backward pass is refused once weights are whole again."""

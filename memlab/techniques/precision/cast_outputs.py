@@ -1,0 +1,79 @@
+"""`CastOutputs`: outputs that the loop has in another number format than the model, and whose gradients it asks for.
+
+Two outputs of one call are cast side by side, although one may be computed from the other within the call (features and a loss).
+What the loop asks of the one (`retain_grad`, `register_hook`) would miss what comes through the other, so it is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memlab.errors import RefusalError
+from memlab.runtime.graphs import asks_for_gradient, nodes_of
+from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.tree import in_leaves
+
+
+class CastOutputs:
+    """Outputs of calls since the last backward pass."""
+
+    def __init__(self) -> None:
+        # with the number of nodes between each and what the model made
+        self._known: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    def cast(self, change: Callable[[Any], Any], output: Any) -> Any:
+        """Return the output of a call with its leaves cast."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def changed(leaf: Any) -> Any:
+            made = change(leaf)
+            if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
+                pairs.append((leaf, made))
+            return made
+
+        result = in_leaves(changed, output)
+        self._known = [each for each in self._known if each[0]() is not None]
+        for leaf, made in pairs if len(pairs) > 1 else ():
+            if made is not leaf and leaf.retains_grad:
+                made.retain_grad()  # which the loop reads
+            if made is not leaf:
+                self._known.append((weakref.ref(made), _nodes_between(made, leaf)))
+        return result
+
+    @contextmanager
+    def around(self, roots: Sequence[Any], _accumulates: bool) -> Iterator[None]:
+        """Context of a backward pass. Raises `RefusalError`: a gradient that is asked for would be another one."""
+        alive = [(tensor, nodes) for ref, nodes in self._known if (tensor := ref()) is not None]
+        for tensor, nodes in alive:
+            if (by := asks_for_gradient(tensor)) and _is_passed(tensor, nodes, roots):
+                refusal = RefusalError(
+                    "precision",
+                    f"the loop asks for the gradient of an output from which the model computes another one ({by}), and each is "
+                    "cast by itself",
+                    "leave its precision as it is",
+                )
+                refusal.in_loop = True
+                raise refusal
+        yield
+
+
+def _nodes_between(made: torch.Tensor, leaf: torch.Tensor) -> int:
+    node, count = made.grad_fn, 0
+    while node is not None and node is not leaf.grad_fn:
+        node, count = node.next_functions[0][0], count + 1
+    return count
+
+
+def _is_passed(tensor: torch.Tensor, nodes: int, roots: Sequence[Any]) -> bool:
+    """Return whether gradients come to what a tensor was cast from by a way past the tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        own = inner = tensor.grad_fn
+        for _ in range(nodes):
+            inner = None if inner is None else inner.next_functions[0][0]
+        tensors = [root for root in roots if isinstance(root, torch.Tensor) and not isinstance(root, LazyTensor)]
+        return inner is not None and inner in nodes_of(tensors, but=own)
