@@ -340,8 +340,8 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "quantises its weights": (lambda: nn.Sequential(*(QuantisesItself(nn.Parameter) for _ in range(3))), plain),
     "quantises weights of its own": (lambda: nn.Sequential(*(QuantisesItself(Codes) for _ in range(3))), plain),
 }
-# calls that are left as they are written, and passes with create_graph, are not run again
-NOT_REPEATED = ("forward derivatives", "without hooks", "derived jacobians", "checkpoints its calls")
+# calls that are left as they are written are not run again
+NOT_REPEATED = ("forward derivatives", "without hooks", "checkpoints its calls")
 NOT_SPLIT = {
     "checkpoints its calls": "Sequential is called within torch.utils.checkpoint, which counts what one run saves; use --checkpoint in",
     "fills a list": "FillsAList changes what is in its arguments; use --checkpoint or",
