@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from time import monotonic
 from typing import Any
 
 from torch import nn
@@ -23,9 +22,6 @@ from memlab.runtime.namespace import name_of
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session
-
-# a collection of a large heap takes longer than a small model trains
-_TIMES_BETWEEN = 10
 
 
 @dataclass
@@ -56,7 +52,6 @@ class TakenModels:
     def __init__(self) -> None:
         self.all: list[Taken] = []
         self._past_events: tuple[str, ...] = ()  # of models that the loop has dropped
-        self._next_collection = 0.0  # when garbage may be collected again
 
     @property
     def sessions(self) -> list[Session]:
@@ -102,10 +97,8 @@ class TakenModels:
         has_plans = any(session.techniques for session in self.sessions)
         for taken, _, _ in known:
             taken.model = taken.session = None
-        began = monotonic()
-        if has_plans and began >= self._next_collection:
+        if has_plans:
             gc.collect()  # a model and the plan on it refer to each other
-            self._next_collection = monotonic() + _TIMES_BETWEEN * (monotonic() - began)
         for (taken, model, session), (log, name) in zip(known, logs, strict=True):
             taken.model, taken.session = model(), session()
             if taken.model is None:
