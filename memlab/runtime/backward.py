@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# of what a pass begins with, and whether its gradients go to the leaves (`backward`) or to the loop (`torch.autograd.grad`)
-Around = Callable[[Sequence[Any], bool], AbstractContextManager[None]]
+# of what a pass begins with, and of the tensors whose gradients go to the loop (`torch.autograd.grad`); None where they go to leaves
+Around = Callable[[Sequence[Any], Sequence[Any] | None], AbstractContextManager[None]]
 
 _NAME = "_engine_run_backward"
 _original: Callable[..., Any] = getattr(torch.autograd, _NAME)
@@ -37,9 +37,11 @@ def _remove(context: Around) -> None:
 def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if not around and getattr(torch.autograd, _NAME) is _run:
         setattr(torch.autograd, _NAME, _original)
+    # after roots: their gradients, whether the graph is kept, whether one is made, and inputs
+    inputs = None if kwargs.get("accumulate_grad", True) else args[3]
     with ExitStack() as contexts:
         for context in [made for each in around if (made := each()) is not None]:
-            contexts.enter_context(context(roots, bool(kwargs.get("accumulate_grad", True))))
+            contexts.enter_context(context(roots, inputs))
         return _original(roots, *args, **kwargs)
 
 

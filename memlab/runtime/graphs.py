@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -75,8 +75,23 @@ def nodes_of(tensors: Iterable[torch.Tensor], *, but: Any = None) -> set[Any]:
     return seen
 
 
-def asks_for_gradient(tensor: torch.Tensor) -> str:
-    """Return the function by which the loop has asked for the gradient of a tensor; empty where it has not."""
+def uses_of(node: Any, roots: Iterable[Any]) -> set[int]:
+    """Return the numbers of the outputs of a node that some tensors are, or are computed from."""
+    tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+    found = {tensor.output_nr for tensor in tensors if tensor.grad_fn is node}
+    others = nodes_of((tensor for tensor in tensors if tensor.grad_fn is not node), but=node)
+    return found | {number for each in others for following, number in each.next_functions if following is node}
+
+
+def asks_for_gradient(tensor: torch.Tensor, inputs: Sequence[Any] | None = None) -> str:
+    """Return the function by which the loop asks for the gradient of a tensor; empty where it does not.
+
+    Args:
+        tensor: an output of a call.
+        inputs: what `torch.autograd.grad` is asked for in the pass that begins; None where it is another function.
+    """
+    if any(each is tensor for each in inputs or ()):
+        return "autograd.grad"
     return "retain_grad" if tensor.retains_grad else "register_hook" if tensor._backward_hooks else ""
 
 

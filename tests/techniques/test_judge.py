@@ -801,7 +801,7 @@ class TestRefusals:
         )
 
 
-@pytest.mark.parametrize("by", ["retain_grad", "register_hook"])
+@pytest.mark.parametrize("by", ["retain_grad", "register_hook", "autograd.grad"])
 def test_the_gradient_of_an_output_that_others_follow_from(by: str) -> None:
     class Two(nn.Linear):
         def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -811,12 +811,13 @@ def test_the_gradient_of_an_output_that_others_follow_from(by: str) -> None:
     model = Two(6, 2)
     with fit(workload(model), "--accumulate 2"):
         hidden, output = model(inputs())
+        torch.autograd.grad(hidden.sum(), hidden, retain_graph=True)  # which nothing comes to past it
         if by == "retain_grad":
             hidden.retain_grad()
-        else:
-            hidden.register_hook(lambda gradient: None)
+        if by == "register_hook":
+            hidden.register_hook(lambda gradient: gradient.clamp(-1, 1))
         with pytest.raises(RefusalError, match=rf"asks for the gradient of an output of Two \({by}\)"):
-            output.sum().backward()
+            torch.autograd.grad(output.sum(), hidden) if by == "autograd.grad" else output.sum().backward()
 
 
 def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

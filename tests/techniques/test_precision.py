@@ -1689,7 +1689,7 @@ class _Features(nn.Module):
 
 
 @pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--precision pure-bf16"])
-@pytest.mark.parametrize("by", ["retain_grad", "register_hook", "the model"])
+@pytest.mark.parametrize("by", ["retain_grad", "register_hook", "autograd.grad", "the model"])
 def test_a_gradient_that_would_come_past_the_output_is_refused(by: str, flags: str) -> None:
     model = _Features(retains=by == "the model")
     with fit(workload(model), flags):
@@ -1699,6 +1699,8 @@ def test_a_gradient_that_would_come_past_the_output_is_refused(by: str, flags: s
         if by == "register_hook":
             features.register_hook(lambda gradient: gradient)
         with pytest.raises(RefusalError) as caught:
+            if by == "autograd.grad":
+                torch.autograd.grad(out.square().mean(), features)
             out.square().mean().backward()
     asked = "retain_grad" if by == "the model" else by
     assert str(caught.value) == (

@@ -37,8 +37,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -50,6 +51,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.aliases import KEEP_WHOLE
+from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import CacheOff, refuse_kept_weights
@@ -112,6 +114,7 @@ class Accumulation(Technique):
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
         self._calls: dict[tuple[Any, ...], int] = {}  # of models that choose by values
         self._has_split = False
+        self._runs: weakref.WeakSet[MicroRun] = weakref.WeakSet()  # whose graphs are there
         self._learnt = Learnt(refused=lambda refusal: self.host.refused(refusal))
 
     @classmethod
@@ -146,6 +149,18 @@ class Accumulation(Technique):
         self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
         self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget)
+        around_backward_passes(self._around_backward, undo)
+
+    @contextmanager
+    def _around_backward(self, roots: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[None]:
+        for run in [*self._runs]:
+            try:
+                run.backward_begins(roots, inputs)
+            except RefusalError as refusal:
+                refusal.in_loop = True
+                run.told(refusal)
+                raise
+        yield
 
     def _probe_of(self, whole: Call) -> Probe:
         """Return what is known of calls under the present conditions, as far as they are known before it runs."""
@@ -262,6 +277,7 @@ class Accumulation(Technique):
                 )  # fmt: skip
                 output = run.outputs()
                 self._has_split = True
+                self._runs.add(run)
                 return output
             except UnsettledError:
                 # a forward that does something new, or values that were alike by chance: this batch is judged as well

@@ -16,7 +16,7 @@ from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
 from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, other_results
-from memlab.runtime.graphs import are_batched, asks_for_gradient, hooks_on_saved_tensors, sequence_nr
+from memlab.runtime.graphs import are_batched, asks_for_gradient, hooks_on_saved_tensors, sequence_nr, uses_of
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.modules import Modes
@@ -346,6 +346,20 @@ class MicroRun:
 
     # -- backward ------------------------------------------------------------------------------
 
+    def backward_begins(self, roots: Sequence[Any], inputs: Sequence[Any] | None) -> None:
+        """Refuse a pass in which the loop asks for the gradient of an output that others follow from, which is none of the graph's.
+
+        Args:
+            roots: what the pass begins with.
+            inputs: what `torch.autograd.grad` is asked for; None where gradients go to leaves.
+        """
+        alive = [tensor for ref in self._leading if (tensor := ref()) is not None]
+        for tensor in alive:
+            by = asks_for_gradient(tensor, inputs)
+            if by and any(number != tensor.output_nr for number in uses_of(tensor.grad_fn, roots)):
+                name = type(self._model).__name__
+                raise RefusalError(_FIELD, f"the loop asks for the gradient of an output of {name} ({by})", KEEP_WHOLE)
+
     def told(self, refusal: MemlabError) -> None:
         """Pass on what the backward pass is refused."""
         self._learnt.refused(refusal)
@@ -366,10 +380,6 @@ class MicroRun:
     def gradients(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The same, without a graph."""
         wanted = {position: g for position, g in zip(self._gathered.eager, outer, strict=True) if g is not None}
-        alive = [tensor for ref in self._leading if (tensor := ref()) is not None]
-        if by := next(filter(None, map(asks_for_gradient, alive)), ""):
-            name = type(self._model).__name__
-            raise RefusalError(_FIELD, f"the loop asks for the gradient of an output of {name} ({by})", KEEP_WHOLE)
         if self._fused and not self._is_handed_over:
             self._scale_gathered(wanted.pop(self._gathered.loss, None))
         if wanted:

@@ -1,7 +1,7 @@
 """`CastOutputs`: outputs that the loop has in another number format than the model, and whose gradients it asks for.
 
 Two outputs of one call are cast side by side, although one may be computed from the other within the call (features and a loss).
-What the loop asks of the one (`retain_grad`, `register_hook`) would miss what comes through the other, so it is refused.
+What the loop asks of the one (`retain_grad`, `register_hook`, `torch.autograd.grad`) would miss what comes through the other, so it is refused.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class CastOutputs:
         return result
 
     @contextmanager
-    def around(self, roots: Sequence[Any], _accumulates: bool) -> Iterator[None]:
+    def around(self, roots: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[None]:
         """Context of a backward pass. Raises `RefusalError`: a gradient that is asked for would be another one."""
         alive = [(tensor, nodes) for ref, nodes in self._known if (tensor := ref()) is not None]
         for tensor, nodes in alive:
-            if (by := asks_for_gradient(tensor)) and _is_passed(tensor, nodes, roots):
+            if (by := asks_for_gradient(tensor, inputs)) and _is_passed(tensor, nodes, roots):
                 refusal = RefusalError(
                     "precision",
                     f"the loop asks for the gradient of an output from which the model computes another one ({by}), and each is "

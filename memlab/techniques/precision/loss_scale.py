@@ -135,12 +135,12 @@ class LossScale:
         return 1.0 if self._is_unscaled else self.scale
 
     @contextmanager
-    def _scaled_past_calls(self, roots: Sequence[Any], accumulates: bool) -> Iterator[None]:
+    def _scaled_past_calls(self, roots: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[None]:
         """Scale, during a backward pass, what reaches parameters past the model's calls.
 
         Args:
             roots: what it begins with.
-            accumulates: whether gradients go to leaves, and not to the loop.
+            inputs: whose gradients go to the loop; None where they go to leaves.
 
         Raises:
             RefusalError: a node gets gradients both with the scale and without it.
@@ -152,7 +152,7 @@ class LossScale:
         if within is not None and not any(id(within) in nodes for nodes in self._outside):
             yield  # a pass in the middle of a call, whose gradients are scaled
             return
-        if not accumulates:
+        if inputs is not None:
             with self._unscaled():
                 yield
             if within is None:

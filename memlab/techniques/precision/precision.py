@@ -268,7 +268,7 @@ class PrecisionChoice(Technique):
         return self._first_calls().run(name, model, call, args, kwargs)
 
     @contextmanager
-    def _around_backward(self, _roots: Sequence[Any], _is_added: bool) -> Iterator[None]:
+    def _around_backward(self, _roots: Sequence[Any], _inputs: Sequence[Any] | None) -> Iterator[None]:
         """Refuse a model whose backward pass does not run in half precision, where an error names that."""
         try:
             yield
