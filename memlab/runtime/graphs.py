@@ -63,9 +63,9 @@ def reaches_before(tensors: Iterable[torch.Tensor], began: int) -> bool:
     return any(node._sequence_nr() < began for node in nodes_of(tensors))
 
 
-def nodes_of(tensors: Iterable[torch.Tensor], *, but: Any = None) -> set[Any]:
-    """Return the nodes of the graph of some tensors; without one, and what is reached by it alone."""
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+def nodes_of(roots: Iterable[Any], *, but: Any = None) -> set[Any]:
+    """Return the nodes of the graph of some tensors or gradient edges; without one, and what is reached by it alone."""
+    waiting: list[Any] = [_end(root)[0] for root in roots]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -76,11 +76,16 @@ def nodes_of(tensors: Iterable[torch.Tensor], *, but: Any = None) -> set[Any]:
 
 
 def uses_of(node: Any, roots: Iterable[Any]) -> set[int]:
-    """Return the numbers of the outputs of a node that some tensors are, or are computed from."""
-    tensors = [root for root in roots if isinstance(root, torch.Tensor)]
-    found = {tensor.output_nr for tensor in tensors if tensor.grad_fn is node}
-    others = nodes_of((tensor for tensor in tensors if tensor.grad_fn is not node), but=node)
+    """Return the numbers of the outputs of a node that some tensors or gradient edges are, or are computed from."""
+    roots = [*roots]
+    found = {number for end, number in map(_end, roots) if end is node}
+    others = nodes_of(roots, but=node)
     return found | {number for each in others for following, number in each.next_functions if following is node}
+
+
+def _end(root: Any) -> tuple[Any, int]:
+    """Return the node and the number of its output that a backward pass begins with."""
+    return (root.grad_fn, root.output_nr) if isinstance(root, torch.Tensor) else (root.node, root.output_nr)
 
 
 def asks_for_gradient(tensor: torch.Tensor, inputs: Sequence[Any] | None = None) -> str:

@@ -15,7 +15,6 @@ import torch
 
 from memlab.errors import RefusalError
 from memlab.runtime.graphs import asks_for_gradient, nodes_of
-from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.tree import in_leaves
 
 
@@ -75,5 +74,4 @@ def _is_passed(tensor: torch.Tensor, nodes: int, roots: Sequence[Any]) -> bool:
         own = inner = tensor.grad_fn
         for _ in range(nodes):
             inner = None if inner is None else inner.next_functions[0][0]
-        tensors = [root for root in roots if isinstance(root, torch.Tensor) and not isinstance(root, LazyTensor)]
-        return inner is not None and inner in nodes_of(tensors, but=own)
+        return inner is not None and inner in nodes_of(roots, but=own)
