@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -237,10 +237,11 @@ class Calls:
             self._runs_code[operators] = graphs.runs_code_of_the_users(outputs)
         return self._runs_code[operators]
 
-    def has_other_leaves(self, operators: int, outputs: Iterable[torch.Tensor], known: Collection[int]) -> bool:
-        """Return whether gradients of a call go to leaves that are not among the `known` ones, by `id`; likewise."""
+    def has_other_leaves(self, operators: int, outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> bool:
+        """Return whether gradients of a call go to leaves that are not among the known ones; likewise."""
         if operators not in self._has_other_leaves:
-            self._has_other_leaves[operators] = any(id(leaf) not in known for leaf in graphs.leaves_of(outputs))
+            own = {id(each) for each in known}
+            self._has_other_leaves[operators] = any(id(leaf) not in own for leaf in graphs.leaves_of(outputs))
         return self._has_other_leaves[operators]
 
     def backward_begins(self) -> None:

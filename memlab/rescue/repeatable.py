@@ -178,7 +178,7 @@ class RepeatableCall:
         has_hooks = RemovableHandle.next_id != hooks_before
         self._runs_code = has_hooks or self._calls.runs_code(operators, self._graph.values())
         self._inner_inputs = [*(lent(self._leaves[position]) for position in self._inputs), *self._found.leaves]
-        known = {id(each) for each in (*self._inner_inputs, *self._aliases.aliases)}
+        known = (*self._inner_inputs, *self._aliases.aliases)
         self.has_other_leaves = self._calls.has_other_leaves(operators, self._graph.values(), known)
         return values
 

@@ -1707,3 +1707,16 @@ def test_a_gradient_that_would_come_past_the_output_is_refused(by: str, flags: s
         f"precision: the loop asks for the gradient of an output from which the model computes another one ({asked}), and each "
         "is cast by itself; leave its precision as it is"
     )
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--precision pure-bf16"])
+def test_an_argument_that_comes_back_is_the_loops(flags: str) -> None:
+    class Returning(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(rows), rows
+
+    model, given = Returning(6, 2), torch.randn(4, 6, requires_grad=True)
+    with fit(workload(model), flags):
+        out, rows = model(given * 2)
+        (out.square().mean() + rows.square().mean()).backward()
+    assert given.grad is not None

@@ -20,6 +20,7 @@ from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import LazyTensor, real, requires_grad
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
+from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.tree import flatten, own_attributes
 from memlab.techniques.accumulation.agreement import Agreement, refuse
@@ -426,7 +427,8 @@ class _LeavesBeside:
     def set_aside(self, leaves: Iterable[torch.Tensor], name: str) -> None:
         """Take gradients of leaves away, unless that is done. Refuses hooks on them, which would be called once for each part."""
         for leaf in leaves:
-            if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
+            tables = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
+            if any(not is_ours(hook) for table in tables for hook in (table or {}).values()):
                 refuse(
                     f"{name} uses a tensor of the loop's that has a hook, which would be called once for each micro-batch"
                 )

@@ -388,7 +388,7 @@ class _Gradients:
         self._adding = _OneAtATime()
 
     def serve(self, streaming: BlockStreaming) -> None:
-        """Have gradients follow the parameters that rest in a streaming."""
+        """Have gradients follow the parameters that it streams."""
         self._streaming = streaming
         streaming.backward_ended = self.pass_ended
 

@@ -17,6 +17,8 @@ from memlab.errors import RefusalError
 from memlab.runtime.graphs import asks_for_gradient, nodes_of
 from memlab.runtime.tree import in_leaves
 
+_MOST_NODES = 2  # a change of the number format, and the loss scale
+
 
 class CastOutputs:
     """Outputs of calls since the last backward pass."""
@@ -40,8 +42,8 @@ class CastOutputs:
         for leaf, made in pairs if len(pairs) > 1 else ():
             if made is not leaf and leaf.retains_grad:
                 made.retain_grad()  # which the loop reads
-            if made is not leaf:
-                self._known.append((weakref.ref(made), _nodes_between(made, leaf)))
+            if made is not leaf and (nodes := _nodes_between(made, leaf)):
+                self._known.append((weakref.ref(made), nodes))
         return result
 
     @contextmanager
@@ -62,10 +64,13 @@ class CastOutputs:
 
 
 def _nodes_between(made: torch.Tensor, leaf: torch.Tensor) -> int:
-    node, count = made.grad_fn, 0
-    while node is not None and node is not leaf.grad_fn:
-        node, count = node.next_functions[0][0], count + 1
-    return count
+    """Return how many nodes stand between an output and what it was cast from; 0 where it is a tensor of the caller's."""
+    node: Any = made.grad_fn
+    for count in range(_MOST_NODES + 1):
+        if node is None or node is leaf.grad_fn:
+            return 0 if node is None else count
+        node = next((following for following, _ in node.next_functions), None)
+    return 0
 
 
 def _is_passed(tensor: torch.Tensor, nodes: int, roots: Sequence[Any]) -> bool:

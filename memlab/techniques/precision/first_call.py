@@ -69,7 +69,8 @@ class FirstCalls:
         # a mode within which something is compiled would be part of what torch compiles it for
         pure = self._precision is Precision.PURE_BF16 and not is_compiled(model)
         try:
-            with before.writing() if pure else nullcontext(), _hooks_of_users() as hooked:
+            hooks = _hooks_of_users() if self._precision is Precision.FP16 else nullcontext(())
+            with before.writing() if pure else nullcontext(), hooks as hooked:
                 output = self._lowered(call, args, kwargs)
         except Exception as error:
             for each in frozen:

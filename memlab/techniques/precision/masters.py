@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -212,12 +212,11 @@ class Masters:
         self._rest[id(tensor)] = master if is_shared(master) else halves[1]
 
 
-def _for_training() -> ExitStack:
+@contextmanager
+def _for_training() -> Iterator[None]:
     """Context in which what is made serves training, whatever mode the loop is in."""
-    with ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(mode=False))
-        modes.enter_context(torch.no_grad())
-        return modes.pop_all()
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def _halves(
