@@ -1003,3 +1003,21 @@ def test_a_pass_that_is_to_be_differentiated_again_is_repeated() -> None:
 
     both = zip(trained(guarded=True), trained(guarded=False), strict=True)
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in both)
+
+
+def test_a_call_that_has_written_to_its_weights_ends_in_the_error_of_memory() -> None:
+    """As layers do that initialise themselves by their first batch (ActNorm)."""
+
+    class Initialised(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.bias.data.add_(0)
+            with torch.no_grad():
+                self.bias.sub_(super().forward(rows).mean(0))
+            return super().forward(rows).tanh()
+
+    model = Initialised(6, 8)
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), rescue=True) as session:
+        loss = model(torch.randn(4, 6)).square().mean()
+        with Faults([6]), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            loss.backward()
+        assert any("weights or inputs are written to in the forward pass" in str(entry) for entry in session.log)

@@ -545,7 +545,7 @@ class _Regularised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, divides: bool) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        ctx.share = 1 / len(rows) if divides else 0.1
+        ctx.share = 1 / len(rows) if divides else 10.0
         return rows.view_as(rows)
 
     @staticmethod
@@ -583,16 +583,16 @@ def test_the_look_adds_nothing_to_a_tensor_of_the_loops() -> None:
 
 def test_rows_of_a_batch_with_the_time_first_lie_together() -> None:
     class Texts(nn.Embedding):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return super().forward(tokens.view(-1)).view(*tokens.shape, -1)
+        def forward(self, tokens: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(tokens.view(-1)).view(*tokens.shape, -1).cumsum(0) * scale[:, None]
 
     torch.manual_seed(0)
-    tokens = torch.randint(0, 9, (5, 4))
+    tokens, scale = torch.randint(0, 9, (5, 4)), torch.rand(4)
     model = Texts(9, 3)
-    model(tokens).square().mean().backward()
+    model(tokens, scale).square().mean().backward()
     expected = gradients(model)
     with fit(workload(model), "--accumulate 2"):
-        model(tokens).square().mean().backward()
+        model(tokens, scale).square().mean().backward()
     assert distance(gradients(model), expected) < 1e-6
 
 
