@@ -1645,7 +1645,7 @@ def test_code_that_would_see_scaled_gradients_is_refused_in_fp16(ask: Any, who: 
         model(torch.randn(4, 6))
     assert str(caught.value) == (
         f"precision: _Asking does not run in fp16: {who} would be given gradients multiplied by the loss scale; "
-        "leave its precision as it is"
+        "use --bf16"
     )
 
 

@@ -29,6 +29,7 @@ from memlab.techniques.precision.loss_scale import nodes_of
 from memlab.techniques.precision.masters import Masters
 
 _FIELD = "precision"
+_AS_IT_IS = "leave its precision as it is"
 AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 
@@ -68,6 +69,7 @@ class FirstCalls:
         frozen = self._copies_of_frozen(model)
         # a mode within which something is compiled would be part of what torch compiles it for
         pure = self._precision is Precision.PURE_BF16 and not is_compiled(model)
+        instead = _AS_IT_IS
         try:
             hooks = _hooks_of_users() if self._precision is Precision.FP16 else nullcontext(())
             with before.writing() if pure else nullcontext(), hooks as hooked:
@@ -93,12 +95,13 @@ class FirstCalls:
             why = _computing_later(output, self._precision)
             if why is None and self._precision is Precision.FP16:
                 why = _seeing_scale(before.effects(), output, hooked)
+                instead = "use --bf16"
             if why is None:
                 return output
             said = why
         before.restore(strict=False)
         randomness.restore()
-        raise self._refusal(name, model, lambda: call(*args, **kwargs), said, frozen)
+        raise self._refusal(name, model, lambda: call(*args, **kwargs), said, frozen, instead)
 
     def refuse_later(self, name: str, model: nn.Module, run: Callable[[], Any], error: Exception) -> NoReturn:
         """Raise what ended a later call of a model.
@@ -123,7 +126,13 @@ class FirstCalls:
         raise refusal from None
 
     def _refusal(
-        self, name: str, model: nn.Module, run: Callable[[], Any], said: str, frozen: Sequence[_Frozen]
+        self,
+        name: str,
+        model: nn.Module,
+        run: Callable[[], Any],
+        said: str,
+        frozen: Sequence[_Frozen],
+        instead: str = _AS_IT_IS,
     ) -> RefusalError:
         """Return the refusal of a model of which a call runs in full precision; that leaves nothing behind.
 
@@ -139,7 +148,7 @@ class FirstCalls:
                     tensor.data = master
         before.restore(strict=False)
         randomness.restore()
-        return refusal_of(name, self._precision, said)
+        return refusal_of(name, self._precision, said, instead)
 
     def _copies_of_frozen(self, model: nn.Module) -> list[_Frozen]:
         """Tensors in bf16 that no optimizer updates, by name, with copies: a forward pass may write to them.
@@ -256,9 +265,9 @@ class _Frozen:
         return True
 
 
-def refusal_of(name: str, precision: Precision, said: str) -> RefusalError:
+def refusal_of(name: str, precision: Precision, said: str, instead: str = _AS_IT_IS) -> RefusalError:
     """Return the refusal of a model that does not run in a format, as was said."""
-    return RefusalError(_FIELD, f"{name} does not run in {precision}: {said}", "leave its precision as it is")
+    return RefusalError(_FIELD, f"{name} does not run in {precision}: {said}", instead)
 
 
 def refuse_computing_later(name: str, output: Any, precision: Precision) -> None:
