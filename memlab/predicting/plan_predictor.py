@@ -45,6 +45,7 @@ from memlab.predicting.targets import Target, target_for
 from memlab.records import Category, Measurement
 from memlab.runtime.batch import Batch
 from memlab.runtime.ownership import needs_closure
+from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.workload import Workload
 from memlab.session import require_compatible, session_of
 from memlab.session.tape import tape_of
@@ -351,7 +352,9 @@ class PlanPredictor:
 
     def _first_in_16_bits(self, settings: Plan, sizes: Sequence[int]) -> Segment | None:
         """Return the first pass of all, in which the buffers are held twice; None where they are too small to matter."""
-        copies = sum(b.numel() * b.element_size() for b in self._tracer.twin.workload.model.buffers())
+        sizes_bytes = [b.numel() * b.element_size() for b in self._tracer.twin.workload.model.buffers()]
+        # those of a GPU's are kept on the host, but for small ones
+        copies = sum(each for each in sizes_bytes if self.target.settings is None or each <= SMALL_BYTES)
         passed = self._passes.segments(settings, sizes)[0]
         if copies < _NOTEWORTHY_SHARE_OF_COPIES * passed.shape.peak_bytes:
             return None

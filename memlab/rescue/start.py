@@ -17,7 +17,9 @@ from memlab.runtime.touch import own_class
 
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
 _written = Written()
-_left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+_left_alone: MutableMapping[torch.Tensor, bool] = (
+    WeakIdKeyDictionary()
+)  # large tensors: whether the last call left them so
 _models: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()  # that have been called
 _met: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()  # large tensors that they referred to before a call
 
@@ -40,8 +42,9 @@ class Weights:
 class Start:
     """Start of a model call: what the model reaches, and random states.
 
-    A large buffer that calls have left alone so far (a mask, a table) is not copied. Nor is another large tensor that the model
-    refers to, unless it was there before an earlier call: what a hook keeps of each call is another one each time.
+    A large buffer that calls have left alone so far (a mask, a table) is not copied, and one of which nothing is known is copied to
+    the host: the device may be full. Nor is another large tensor that the model refers to, unless it was there before an earlier
+    call: what a hook keeps of each call is another one each time.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Iterable[Any] | None = ()) -> None:
@@ -59,7 +62,7 @@ class Start:
                 table,
                 name,
                 buffer,
-                None if buffer in _left_alone else buffer.detach().clone(),
+                None if _left_alone.get(buffer) else _copied(buffer),
                 buffer._version,
                 Storage(buffer),
             )
@@ -73,10 +76,10 @@ class Start:
         buffers = {id(buffer) for module in self._model.modules() for buffer in module._buffers.values()}
         for kept in state.own_tensors:
             tensor = kept.original
-            if kept.is_copied or tensor in _left_alone or tensor.grad_fn is not None or id(tensor) in buffers:
+            if kept.is_copied or _left_alone.get(tensor) or tensor.grad_fn is not None or id(tensor) in buffers:
                 continue
             if is_first or tensor in _met:
-                kept.copy()
+                kept.copy(on_host=True)
             _met[tensor] = True
 
     def _is_in_state(self, buffer: torch.Tensor) -> bool:
@@ -110,10 +113,10 @@ class Start:
         for table, name, buffer, copy, version, storage in self._buffers:
             is_there = name in table and table[name] is buffer  # of torch.jit, no dict
             is_same = is_there and buffer._version == version and not storage.is_another
-            if not is_same:
-                _left_alone.pop(buffer, None)
-            elif copy is not None and buffer.numel() > _SMALL_ELEMENTS and torch.equal(buffer, copy):
-                _left_alone[buffer] = True  # by values: BatchNorm, and writes to `.data`, leave versions alone
+            if buffer.numel() > _SMALL_ELEMENTS:
+                # by values: BatchNorm, and writes to `.data`, leave versions alone
+                is_same = is_same and (copy is None or torch.equal(buffer.detach().to(copy.device), copy))
+                _left_alone[buffer] = is_same
         if self._state is not None:
             self._state.learn()
             for kept in self._state.own_tensors:
@@ -133,6 +136,12 @@ class Start:
             if copy is not None:
                 # unnoticed by a graph that has saved it: what a call writes to a buffer, its backward does not read
                 put_back(buffer, copy)
+
+
+def _copied(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a copy, on the host of a large tensor that no call is known to write to."""
+    on_host = buffer.numel() > _SMALL_ELEMENTS and buffer not in _left_alone and not buffer.is_meta
+    return buffer.detach().to("cpu" if on_host else buffer.device, copy=True)
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, torch.Tensor]]:

@@ -100,11 +100,11 @@ class KeptTensor:
         """Return a leaf of its own that shares its memory."""
         return self._held.detach().requires_grad_()
 
-    def copy(self) -> torch.Tensor | None:
-        """Keep its values; returns the tensor that modules refer to."""
+    def copy(self, *, on_host: bool = False) -> torch.Tensor | None:
+        """Keep its values, on its device or on the host; returns the tensor that modules refer to."""
         if self._copy is None:
-            values = self._storage.values
-            self._copy = (self._held.detach() if values is None else values).clone()
+            values = self._held.detach() if self._storage.values is None else self._storage.values
+            self._copy = values.to("cpu" if on_host and not values.is_meta else values.device, copy=True)
         return self._seen()
 
     def run_ended(self) -> bool:
@@ -126,7 +126,7 @@ class KeptTensor:
         if values is None:
             seen = self.seen if with_graph else None
             return self._held if seen is None else seen
-        return stand_in_for(self._held, values.clone())
+        return stand_in_for(self._held, values.to(self._held.device, copy=True))
 
     @property
     def original(self) -> torch.Tensor:
@@ -137,7 +137,11 @@ class KeptTensor:
     @property
     def is_as_copied(self) -> bool:
         """Return whether it holds what was copied; writes to `.data` leave its version alone."""
-        return self._copy is not None and not self.is_written and torch.equal(self._held.detach(), self._copy)
+        return (
+            self._copy is not None
+            and not self.is_written
+            and torch.equal(self._held.detach().to(self._copy.device), self._copy)
+        )
 
     @property
     def is_written(self) -> bool:

@@ -146,7 +146,7 @@ class Surroundings(Walk):
         for name, weight in self._model.named_parameters():
             if weight.requires_grad and id(weight) not in known and _is_plain(weight):
                 place = _place_of(weight)
-                kept = _Tensor(name, weight, keep=False)
+                kept = _Tensor(name, weight, keep=False, on_host=True)
                 watch.protect_storage(place, partial(self._about_to_write, kept, place))
         with watch:
             yield
@@ -212,8 +212,11 @@ class Surroundings(Walk):
         if self._is_new(tensor) and _is_plain(tensor):
             compares = self._complete or name in self._changing
             # frozen parameters are many, and seldom written to: of those a copy is kept that have been
-            keep = compares or (_bytes_of(tensor) <= SMALL_BYTES and not isinstance(tensor, nn.Parameter))
-            self._tensors.append(_Tensor(name, tensor, keep=keep, compares=compares))
+            is_small = _bytes_of(tensor) <= SMALL_BYTES
+            keep = compares or (is_small and not isinstance(tensor, nn.Parameter))
+            # those that are known to change are compared in every call
+            on_host = not is_small and name not in self._changing
+            self._tensors.append(_Tensor(name, tensor, keep=keep, compares=compares, on_host=on_host))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -229,11 +232,14 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 class _Tensor:
-    """A tensor that may be written in place."""
+    """A tensor that may be written in place; a copy of it may lie on the host, as the device may be full."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, *, keep: bool, compares: bool = False) -> None:
+    def __init__(
+        self, name: str, tensor: torch.Tensor, *, keep: bool, compares: bool = False, on_host: bool = False
+    ) -> None:
         self.name = name
         self.tensor = tensor
+        self._home = torch.device("cpu") if on_host and not tensor.is_meta else tensor.device
         self._version = tensor._version
         self._storage = Storage(tensor)
         self._compares = compares
@@ -244,15 +250,17 @@ class _Tensor:
     @property
     def before(self) -> Any:
         """Its values before; None where it has been written to and there is no copy."""
-        return self._storage.values if self._copy is None and self._storage.is_another else self._copy
+        if self._copy is None:
+            return self._storage.values if self._storage.is_another else None
+        return self._copy.to(self.tensor.device)
 
     def keep(self) -> None:
-        self._copy = self.copy()
+        self._copy = self.tensor.detach().to(self._home, copy=True)
 
     def is_changed(self) -> bool:
         if self.tensor._version != self._version or self._storage.is_another:
             return True
-        return self._compares and not _same_values(self.tensor.detach(), self._copy)
+        return self._compares and not _same_values(self.tensor.detach().to(self._home), self._copy)
 
     def put_back(self) -> None:
         """Give it what it had before."""
