@@ -17,6 +17,9 @@ line; the Python API raises it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_MOST_NAMES = 3  # of many, that a line shows
 _MOST_CHARACTERS = 120  # of a foreign error's text
 
 
@@ -108,3 +111,14 @@ def first_line(error: BaseException) -> str:
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS].rpartition(' ')[0] or text[:_MOST_CHARACTERS]} …"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a line shows them: up to three, and how many more there are.
+
+    Example:
+        >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+        ('a, b', 'a, b, c and 2 more')
+    """
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

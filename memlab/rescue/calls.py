@@ -117,7 +117,7 @@ class Calls:
                 raise oom
             rescuer.recovery.make_room(oom, Place.FORWARD, guarded.start_over if guarded is not None else lambda: None)
 
-        goes_on = False
+        goes_on, output = False, None
         try:
             self._current_aliases().deliver()
             output = rescuer.recovery.until_it_fits(work, make_room)
@@ -141,10 +141,14 @@ class Calls:
             if not (guarded.is_own(error) if guarded is not None else rescuer.is_own(error)):
                 raise
             rescuer.steps_aside(error)
+        output = None  # with the graph, which takes the memory of the run that follows
         if guarded is not None:
             guarded.start_over()
-        output = run(*args, **kwargs)
-        if goes_on:
+            guarded.drop_graph()
+        if not goes_on:
+            return run(*args, **kwargs)
+        output = self._until_it_fits(run, args, kwargs)
+        if not self._why_openly:  # else a backward pass that can be run again would keep what the model has saved
             with rescuer.stepping_aside():
                 rescuer.loop_code_begins()
         return output
@@ -178,7 +182,7 @@ class Calls:
         assert self._evidence is not None
         self._evidence.ran_out()
         recovery.rows = Batch(args, kwargs).rows or 1
-        recovery.make_room(oom, Place.FORWARD, start.restore)
+        recovery.make_room(oom, Place.FORWARD, start.begin_again)
         return self.run(run, args, kwargs)
 
     def _reads_on(self) -> bool:
@@ -190,8 +194,12 @@ class Calls:
 
     def _call_openly(self, why: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward whose backward pass cannot be repeated: its graph is the loop's."""
-        recovery = self.rescuer.recovery
         self._note_no_backward(why)
+        return self._until_it_fits(run, args, kwargs)
+
+    def _until_it_fits(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a forward, again under other plans where memory runs out."""
+        recovery = self.rescuer.recovery
         recovery.rows = Batch(args, kwargs).rows or 1
         start, weights = Start(self._model, self.rescuer.device), Weights(self._model)
 
@@ -199,7 +207,7 @@ class Calls:
             nonlocal weights
             if start.state.unreadable or not weights.are_untouched:
                 raise oom
-            recovery.make_room(oom, Place.FORWARD, start.restore)
+            recovery.make_room(oom, Place.FORWARD, start.begin_again)
             weights = Weights(self._model)
 
         return recovery.until_it_fits(lambda: run(*args, **kwargs), make_room)

@@ -112,7 +112,7 @@ class RepeatableCall:
     def start_over(self) -> None:
         """Restore the state that the call began with."""
         self._aliases.take_gradients()  # of a backward pass that the model runs itself
-        self._before.restore()
+        self._before.begin_again()
 
     def is_own(self, error: BaseException) -> bool:
         """Return whether an error is memlab's own, and not one of the model or of autograd."""

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.aliases import Storage, put_back, version_of
 from memlab.runtime.model_state import KeptTensor, State, Written
+from memlab.runtime.modules import Members
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness, RandomState
 from memlab.runtime.touch import own_class
@@ -52,6 +53,7 @@ class Start:
         self._objects = objects
         self._model, self._device = model, device
         self._graphs: list[torch.Tensor | None] = []
+        self._members = Members(model)
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         if self._state is not None:
             self._copy_lasting(self._state)
@@ -67,7 +69,7 @@ class Start:
                 Storage(buffer),
             )
             for table, name, buffer in (*_buffers_of([*own, *beside]), *_left_to_forwards(own, beside, device))
-            if not buffer.is_inference() and not self._is_in_state(buffer)
+            if not (buffer.is_inference() or buffer.is_meta or self._is_in_state(buffer))
         ]
 
     def _copy_lasting(self, state: State) -> None:
@@ -123,6 +125,11 @@ class Start:
                 if kept.original.nbytes > SMALL_BYTES and kept.is_as_copied:
                     _left_alone[kept.original] = True
 
+    def begin_again(self) -> None:
+        """Put all of it back for a call that has not ended; what it has made (parameters, parts) goes, to be made again."""
+        self._members.take_away_others()
+        self.restore()
+
     def restore(self, instead: dict[KeptTensor, torch.Tensor] | None = None) -> None:
         """Put all of it back; some tensors have others in their places."""
         if self._state is not None:
@@ -140,7 +147,7 @@ class Start:
 
 def _copied(buffer: torch.Tensor) -> torch.Tensor:
     """Return a copy, on the host of a large tensor that no call is known to write to."""
-    on_host = buffer.numel() > _SMALL_ELEMENTS and buffer not in _left_alone and not buffer.is_meta
+    on_host = buffer.numel() > _SMALL_ELEMENTS and buffer not in _left_alone
     return buffer.detach().to("cpu" if on_host else buffer.device, copy=True)
 
 

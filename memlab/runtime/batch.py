@@ -34,33 +34,36 @@ class Batch:
             >>> Batch.of({"images": images, "targets": [{"boxes": torch.zeros(2, 4)}] * 5}).rows
             5
         """
-        for value in (*self.args, *self.kwargs.values()):
-            if type(value) is list and _is_list_of_rows(value):
-                return len(value)
-        for tensor in self.tensors:  # this and `tokens` without generators: they are asked in every step
-            if tensor.dim():
-                return tensor.size(0)  # nested tensors have no shape
+        with torch._C.DisableTorchFunctionSubclass():  # a class of the user's need not know of such questions
+            for value in (*self.args, *self.kwargs.values()):
+                if type(value) is list and _is_list_of_rows(value):
+                    return len(value)
+            for tensor in self.tensors:  # this and `tokens` without generators: they are asked in every step
+                if tensor.dim():
+                    return tensor.size(0)  # nested tensors have no shape
         return 0
 
     @property
     def elements(self) -> int:
         """Elements of all tensors."""
-        return sum(map(torch.Tensor.numel, self.tensors))
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(map(torch.Tensor.numel, self.tensors))
 
     @property
     def tokens(self) -> int:
         """Tokens: its `input_ids`, or its first positional matrix of integers; 0 without either."""
-        for holder in (self.kwargs, *self.args):
-            if (
-                not isinstance(holder, torch.Tensor)
-                and isinstance(holder, Mapping)
-                and isinstance(holder.get("input_ids"), torch.Tensor)
-            ):
-                return int(holder["input_ids"].numel())
-        for value in self.args:
-            if _is_token_matrix(value):
-                return int(value.numel())
-        return 0
+        with torch._C.DisableTorchFunctionSubclass():
+            for holder in (self.kwargs, *self.args):
+                if (
+                    not isinstance(holder, torch.Tensor)
+                    and isinstance(holder, Mapping)
+                    and isinstance(holder.get("input_ids"), torch.Tensor)
+                ):
+                    return int(holder["input_ids"].numel())
+            for value in self.args:
+                if _is_token_matrix(value):
+                    return int(value.numel())
+            return 0
 
     @property
     def shapes(self) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -70,7 +73,8 @@ class Batch:
             >>> Batch.of({"inputs": torch.zeros(2, 3)}).shapes
             (((2, 3), 'torch.float32'),)
         """
-        return tuple((tuple(each.shape), str(each.dtype)) for each in self.tensors)
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple((tuple(each.shape), str(each.dtype)) for each in self.tensors)
 
     @property
     def copied(self) -> Batch:

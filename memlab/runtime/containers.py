@@ -191,6 +191,33 @@ def _others(keys: tuple[str, ...], skipped: frozenset[str]) -> tuple[str, ...]:
     return tuple(key for key in keys if key not in skipped)
 
 
+class ParameterAttributes(Container):
+    """Attributes of a module's parameters, as libraries keep them there: a gradient for each row, a count of calls."""
+
+    def read(self) -> Items:
+        return {
+            (name, key): value
+            for name, parameter in self.held.items()
+            if parameter is not None and not hasattr(parameter, "ds_id")  # an engine changes its own
+            for key, value in vars(parameter).items()
+        }
+
+    def glance(self) -> Any:
+        return self.read()
+
+    def is_as(self, glance: Any) -> bool:
+        now = self.read()
+        return now.keys() == glance.keys() and all(now[key] is value for key, value in glance.items())
+
+    def write(self, key: Any, value: Any) -> None:
+        name, attribute = key
+        attributes = vars(self.held[name])
+        if value is ABSENT:
+            attributes.pop(attribute, None)
+        else:
+            attributes[attribute] = value
+
+
 class FrozenValues(Container):
     """Values of a module's frozen parameters, where a forward may put integers: layers that quantise themselves in their first call do.
 
@@ -363,14 +390,7 @@ class Slots(MutableMapping[str, Any]):
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        # by descriptors, past a `__setattr__` that forbids to write
-        self._places = {
-            name: member
-            for kind in reversed(type(owner).__mro__)
-            if "__slots__" in vars(kind)
-            for name, member in vars(kind).items()
-            if isinstance(member, types.MemberDescriptorType)
-        }
+        self._places = _slots_of(type(owner))  # type: ignore[arg-type] # a class can be hashed
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -392,3 +412,15 @@ class Slots(MutableMapping[str, Any]):
 
     def __bool__(self) -> bool:
         return bool(self._places)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    # by descriptors, past a `__setattr__` that forbids to write
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }

@@ -34,8 +34,10 @@ from memlab.runtime.interrupts import Caller
 from memlab.runtime.stand_ins import (
     CALL,
     InPlace,
+    called_by,
     copies_itself,
     keep_out_of_copies,
+    made_the_users,
     method_of,
     own_attributes,
     stand_in,
@@ -64,7 +66,7 @@ class CallHook(InPlace):
         *,
         breaks_graphs: bool = False,
     ) -> None:
-        self._model = weakref.ref(model)
+        self.owner = weakref.ref(model)
         self._traced, self._replicated = traced, replicated
         self._breaks_graphs = breaks_graphs
         self._handler: ForwardHandler | None = handler
@@ -73,7 +75,7 @@ class CallHook(InPlace):
         _call_hooks.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model: Any = self._model()
+        model: Any = self.owner()
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():
                 self._traced()
@@ -85,10 +87,12 @@ class CallHook(InPlace):
     def _uncompiled(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._get_tracing_state() is not None:
             self._traced()
-        called = sys._getframe(2).f_locals.get("self")
-        if getattr(called, "_is_replica", False):  # with all attributes of the model, this hook too
-            self._replicated()
-            return called._call_impl(*args, **kwargs)  # type: ignore[union-attr]
+        called = called_by(sys._getframe(2))
+        if called is not None and called is not model:  # a copy with all attributes of the model, this hook too
+            if getattr(called, "_is_replica", False):
+                self._replicated()
+            made_the_users(called)
+            return called._call_impl(*args, **kwargs)
         call = self.before or model._call_impl
         if not self._takes_over():
             return call(*args, **kwargs)
@@ -139,7 +143,7 @@ class CallHook(InPlace):
 
     def install(self, undo: ExitStack) -> None:
         """Put the hook in place; `undo` takes it out again."""
-        model = self._model()
+        model = self.owner()
         assert model is not None
         instance = model.__dict__
         self.before = instance.get(CALL)
@@ -158,7 +162,7 @@ class CallHook(InPlace):
         Returns:
             Whether it is out. It stays where something was put over it, and where the class has a call of its own.
         """
-        model = self._model()
+        model = self.owner()
         if model is None or model.__dict__.get(CALL) is not self or _has_own_call(type(model)):
             return False
         self._leave(model.__dict__)
@@ -166,7 +170,7 @@ class CallHook(InPlace):
 
     def put_back(self) -> None:
         """Put the hook back in place, around what stands there by now."""
-        model = self._model()
+        model = self.owner()
         if model is not None and self._handler is not None:
             self.before = model.__dict__.get(CALL)
             model.__dict__[CALL] = self

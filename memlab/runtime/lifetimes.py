@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -123,20 +122,22 @@ def held_by_others(tensors: Iterable[torch.Tensor], aliases: int = 0) -> set[int
         id(each)
         for storage, together in _by_storage(tensors).items()
         if torch._C._storage_Use_Count(storage) > _UNSHARED - 1 + len(together) * (1 + aliases) + known[storage]
-        or _overlap(together)
+        or _overlap(together, {id(each) for each in together})
         for each in together
     }
 
 
-def overlap(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether two tensors have values in one place.
+def overlap(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor] = ()) -> bool:
+    """Return whether some tensors have values in one place with one another, or with others.
 
     Example:
         >>> whole = torch.ones(4)
-        >>> overlap([whole[:2], whole[2:]]), overlap([whole[:3], whole[2:]])
-        (False, True)
+        >>> overlap([whole[:2], whole[2:]]), overlap([whole[:3], whole[2:]]), overlap([whole[:2]], [whole, whole])
+        (False, True, True)
     """
-    return any(map(_overlap, _by_storage(tensors).values()))
+    own = [*tensors]
+    ids = {id(tensor) for tensor in own}
+    return any(_overlap(together, ids) for together in _by_storage((*own, *others)).values())
 
 
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
@@ -147,9 +148,14 @@ def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]
     return found
 
 
-def _overlap(together: Sequence[torch.Tensor]) -> bool:
-    places = sorted((each.storage_offset(), _last_place(each)) for each in together)
-    return any(start <= end for (_, end), (start, _) in pairwise(places))
+def _overlap(together: Sequence[torch.Tensor], own: Collection[int]) -> bool:
+    places = sorted((each.storage_offset(), _last_place(each), id(each) in own) for each in together)
+    end, end_of_own = -1, -1  # of those that begin before
+    for start, last, is_own in places:
+        if start <= (end if is_own else end_of_own):
+            return True
+        end, end_of_own = max(end, last), max(end_of_own, last if is_own else -1)
+    return False
 
 
 def _last_place(tensor: torch.Tensor) -> int:

@@ -104,7 +104,7 @@ class KeptTensor:
         """Keep its values, on its device or on the host; returns the tensor that modules refer to."""
         if self._copy is None:
             values = self._held.detach() if self._storage.values is None else self._storage.values
-            self._copy = values.to("cpu" if on_host and not values.is_meta else values.device, copy=True)
+            self._copy = values.to("cpu" if on_host else values.device, copy=True)
         return self._seen()
 
     def run_ended(self) -> bool:
@@ -217,7 +217,7 @@ class State(Walk):
 
     def beside(self, model: nn.Module, name: str) -> None:
         for module in model.modules():
-            if self._is_new(module) and self._containers <= self.most_containers:
+            if self._is_new(module) and not self.is_full:
                 self.beside_it.append(module)
                 self._of_module(module)
 
@@ -329,7 +329,7 @@ class State(Walk):
             return
         if is_parameter and (tensor.requires_grad or tensor.device != self._device):
             return  # a technique keeps it elsewhere
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_inference():
             return
         is_small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= SMALL_BYTES
         self._tensors[id(tensor)] = KeptTensor(tensor, copied=is_small or tensor in self._written)

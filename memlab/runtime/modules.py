@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
@@ -89,6 +90,59 @@ class Modes:
                 module.training = not mode
             for parameter, trains in parameters:
                 parameter.requires_grad = not trains
+
+
+class Members:
+    """Parts and parameters that modules have at one moment, to take away those that a forward pass makes.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> members = Members(model)
+        >>> model.append(nn.Linear(2, 2)).scale = nn.Parameter(torch.ones(2))
+        >>> members.take_away_others()
+        >>> len(model), [*model._parameters]
+        (1, [])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [
+            (module, dict(module._modules), {name: each is not None for name, each in module._parameters.items()})
+            for module in model.modules()
+        ]
+
+    def take_away_others(self) -> None:
+        """Give modules the parts they had, and no other parameters."""
+        for module, parts, had in self._before:
+            for name in [name for name in module._parameters if not had.get(name)]:
+                if name in had:
+                    module._parameters[name] = None
+                else:
+                    del module._parameters[name]
+            for name in [name for name in module._modules if name not in parts]:
+                del module._modules[name]
+            for name, part in parts.items():
+                if name not in module._modules or module._modules[name] is not part:
+                    module._modules[name] = part
+
+
+@contextmanager
+def parameters_made(model: nn.Module) -> Iterator[list[str]]:
+    """Context that gives, when it is over, the names of parameters which a model has got within, by itself or in new parts."""
+    registered: list[nn.Parameter] = []
+    found: list[str] = []
+
+    def heard(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            registered.append(parameter)
+
+    handle = register_module_parameter_registration_hook(heard)
+    try:
+        yield found
+    finally:
+        handle.remove()
+    if registered:
+        made = {id(parameter) for parameter in registered}
+        found += [name for name, each in model.named_parameters() if id(each) in made]
 
 
 def refuse_kept_weights(field: str, model: nn.Module, name: str) -> None:

@@ -48,6 +48,7 @@ def model_and_optimizers(
     chosen_optimizer = _chosen(live, optimizer, "--optimizer", torch.optim.Optimizer) if optimizer else None
     if chosen_model is None:
         candidates = _candidate_models(live, used, assigned, has_cell=bool(cell))
+        candidates = {name: _called_part(m, live, cell) for name, m in candidates.items()}
         if chosen_optimizer is not None and any(steps_some_of(chosen_optimizer, m) for m in candidates.values()):
             candidates = {name: m for name, m in candidates.items() if steps_some_of(chosen_optimizer, m)}
         if len(candidates) > 1:
@@ -360,6 +361,30 @@ def _outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     distinct = {id(m): (name, m) for name, m in reversed(list(models.items()))}
     inner = {id(part) for _, m in distinct.values() for part in m.modules() if part is not m}
     return {name: m for name, m in reversed(list(distinct.values())) if id(m) not in inner}
+
+
+def _called_part(model: nn.Module, live: Mapping[str, Any], cell: str) -> nn.Module:
+    """Return the part of a model that a cell calls in its stead, and that has all which optimizers update; else the model.
+
+    As of what keeps an average of weights beside the model that it holds.
+    """
+    called = [each for name in _names_called(cell) if isinstance(each := live.get(name), nn.Module)]
+    if model in map(unwrap_model, called):
+        return model
+    stepped = {key for optimizer in live_optimizers() for key in stepped_by(optimizer)}
+    updated = {id(parameter) for parameter in model.parameters()} & stepped
+    own = {id(part) for part in model.modules()}
+    parts = [part for part in map(unwrap_model, called) if id(part) in own]
+    return next((part for part in parts if updated and updated <= {*map(id, part.parameters())}), model)
+
+
+def _names_called(cell: str) -> list[str]:
+    """Return the names that a cell calls itself."""
+    try:
+        tree = ast.parse(cell)
+    except SyntaxError:
+        return []
+    return [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
 
 
 def _optimizers_for(model: nn.Module, live: Mapping[str, Any], assigned: set[str]) -> list[torch.optim.Optimizer]:

@@ -35,6 +35,7 @@ from memlab.runtime.stand_ins import HOOK_OPTIONS, is_ours
 SMALL_BYTES = 64 * 1024
 _PLAIN_TYPES = frozenset(containers.PLAIN)
 _DEPTH = 4
+_OF_A_MODULE = 4  # containers: attributes, slots, buffers, attributes of parameters
 MOST_ITEMS = 256  # of a container that is looked into
 # objects of an engine hold gathered parameters for a moment only
 _MACHINERY = ("torch", "memlab", "deepspeed", "builtins")
@@ -128,10 +129,17 @@ class Walk(ABC):
         """Return what was met, each with what it held then."""
         return self._contents
 
+    @property
+    def is_full(self) -> bool:
+        """Return whether nothing further is looked into; what modules themselves hold does not count."""
+        return self._containers > self.most_containers + _OF_A_MODULE * len(self._own)
+
     def module(self, path: str, module: nn.Module, *, buffers: bool = True) -> None:
         """Walk from a module, not from its children."""
         attributes = vars(module)
         self._dict(attributes, lambda key: f"{path}.{key}" if path else str(key), 0, skipped=self.attributes_left_alone)
+        if slots := containers.Slots(module):
+            self._mapping(slots, lambda key: f"{path}.{key}" if path else str(key), 0)
         if buffers:
             self.buffers(path, module)
         self._parameters(path, module)
@@ -153,20 +161,30 @@ class Walk(ABC):
 
     def buffers(self, path: str, module: nn.Module) -> None:
         """Walk from a module's buffers alone."""
+
+        def name(key: Any) -> str:
+            return f"buffer {path}.{key}" if path else f"buffer {key}"
+
         if module._buffers:
-            self._dict(module._buffers, lambda key: f"buffer {path}.{key}" if path else f"buffer {key}", 1)
+            self._dict(module._buffers, name, 0)
+        elif self._is_new(module._buffers):  # a forward may make some
+            self.met(containers.Mapping(module._buffers, name))
 
     def _parameters(self, path: str, module: nn.Module) -> None:
         """Walk from parameters that a forward may turn into others: those of quantised layers, and frozen ones of the user's layers."""
         prefix = f"{path}." if path else ""
         is_users = bool(module._parameters) and not _is_of(type(module).__module__, LIBRARIES)
         turns = False
-        for key, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if type(parameter) is nn.Parameter:
                 turns |= is_users and not parameter.requires_grad
             elif parameter is not None and not _is_of(type(parameter).__module__, _MACHINERY):
                 turns |= not parameter.requires_grad
-                self._dict(vars(parameter), functools.partial("{}{}.{}".format, prefix, key), 1)
+        if module._parameters:
+            attributes = containers.ParameterAttributes(
+                module._parameters, lambda key: f"{prefix}{'.'.join(map(str, key))}"
+            )
+            self._items(self.met(attributes).items(), attributes.name, 1)
         if turns:
             self.met(containers.FrozenValues(module._parameters, lambda key: f"{prefix}{key}"))
 
@@ -191,7 +209,7 @@ class Walk(ABC):
         # what was met is asked first: some libraries make it slow to ask for the class of an object
         if depth > _DEPTH or type(value) in _PLAIN_TYPES or id(value) in self._seen:
             return
-        if isinstance(value, containers.PLAIN) or self._containers > self.most_containers:
+        if isinstance(value, containers.PLAIN) or self.is_full:
             return
         if isinstance(value, torch.Tensor):
             self.met_tensor(value, name)
@@ -272,7 +290,7 @@ class Walk(ABC):
 
     def _items(self, items: Collection[tuple[Any, Any]], name: Callable[[Any], str], depth: int) -> None:
         self._containers += 1
-        if len(items) <= MOST_ITEMS:
+        if depth == 0 or len(items) <= MOST_ITEMS:
             for key, value in [each for each in items if type(each[1]) not in _PLAIN_TYPES]:
                 self.look_at(value, name(key), depth + 1)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 CALL = "_compiled_call_impl"  # where torch keeps what `model.compile()` makes; it leaves it out of pickles and copies
@@ -21,10 +24,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
+_CALLING = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
+
+
 class InPlace:
     """Something of memlab's in the place of an attribute of a module."""
 
     before: Any = None  # what stood there before, memlab's or the user's; None where nothing did
+    owner: weakref.ref[nn.Module]  # the module that it was put on
 
     @property
     def users(self) -> Any:
@@ -67,7 +74,7 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
         True
     """
     instance = module.__dict__
-    standing = StandIn(replacement, instance.get(name))
+    standing = StandIn(replacement, instance.get(name), weakref.ref(module), name)
 
     def restore() -> None:
         above = instance.get(name)
@@ -82,7 +89,7 @@ def stand_in(module: nn.Module, name: str, replacement: Callable[..., Any], undo
             above = above.before
         if isinstance(above, StandIn):
             above.before = standing.before
-            standing.step_aside(weakref.ref(module), name)
+            standing.step_aside()
 
     keep_out_of_copies(module, undo)
     undo.callback(restore)
@@ -127,26 +134,43 @@ def is_ours(hook: Any) -> bool:
     return str(home).partition(".")[0] == "memlab"
 
 
+def called_by(frame: FrameType) -> Any:
+    """Return the module that torch's own code calls in a frame; None elsewhere. A copy may have the attributes of another."""
+    return frame.f_locals.get("self") if frame.f_code in _CALLING else None
+
+
 class StandIn(InPlace):
     """A method of one module instance, which memlab has put there."""
 
-    def __init__(self, replacement: Callable[..., Any], before: Any) -> None:
+    def __init__(self, replacement: Callable[..., Any], before: Any, module: weakref.ref[nn.Module], name: str) -> None:
         # first: it takes over the attributes of what it wraps, which may be another of these
         functools.update_wrapper(self, replacement)
         self._replacement = replacement  # what is called
         self.before = before  # the attribute of the instance that it stands in for; None where there was none
+        self.owner, self._name = module, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and (called := called_by(sys._getframe(1))) is not None:
+            module = self.owner()
+            if called is not module and vars(called).get(self._name) is self:
+                made_the_users(called)
+                return getattr(called, self._name)(*args, **kwargs)
         return self._replacement(*args, **kwargs)
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return getattr, (self.owner(), self._name)  # as of a method; what the module is in a file has no stand-ins
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(copy.deepcopy(self.owner(), memo), self._name)
 
     def __getattr__(self, name: str) -> Any:
         # as of a function: `torch.export` looks at its code
         return getattr(vars(self).get("__wrapped__"), name)
 
-    def step_aside(self, module: weakref.ref[nn.Module], name: str) -> None:
+    def step_aside(self) -> None:
         """Call what was there before, from now on."""
         self._replacement = self.before or (
-            lambda *args, **kwargs: getattr(type(module()), name)(module(), *args, **kwargs)
+            lambda *args, **kwargs: getattr(type(self.owner()), self._name)(self.owner(), *args, **kwargs)
         )
 
 
@@ -161,6 +185,24 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
         True
     """
     return _cleaned(vars(module))
+
+
+def made_the_users(copied: nn.Module) -> None:
+    """Take off what is memlab's from a module that got all attributes of another (`clone.__dict__ = module.__dict__.copy()`).
+
+    Its parts as well, where they are such copies.
+    """
+    for part in [*copied.modules()]:
+        attributes = vars(part)
+        owners = [value.owner for value in attributes.values() if isinstance(value, InPlace)]
+        owners += [attributes[_STATE].args[0]] if _is_answer(attributes.get(_STATE)) else []
+        if any(owner() is not part for owner in owners):
+            own = own_attributes(part)
+            for key in [*attributes]:
+                if key not in own:
+                    del attributes[key]
+                elif attributes[key] is not own[key]:
+                    attributes[key] = own[key]
 
 
 def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back
 from memlab.runtime.containers import Container, Effect, Items
 from memlab.runtime.dispatch import StorageWatch
+from memlab.runtime.modules import Members
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
 _FIELD = "accumulation"
@@ -75,6 +76,7 @@ class Surroundings(Walk):
         self._without_buffers_of = without_buffers_of
         self._tensors: list[_Tensor] = []
         self._model = model
+        self._members = Members(model)
         self._written: list[_Tensor] = []  # weights that train, where runs under `writing` have written to them
         self._glances: list[Any] = []  # of the containers, which seldom change
         self._registered: list[ModuleHooks] = []  # as the first run that changed them left them
@@ -161,6 +163,11 @@ class Surroundings(Walk):
         """Return the weights that runs under `writing` have written to, by name."""
         return [(each.name, each.tensor) for each in self._written]
 
+    def begin_again(self, *, strict: bool = True) -> None:
+        """Put everything back for a run that is to be made again, or for nothing: what it has made (parameters, parts) goes."""
+        self._members.take_away_others()
+        self.restore(strict=strict)
+
     def restore(self, *, strict: bool = True) -> None:
         """Put everything back as it was.
 
@@ -220,7 +227,7 @@ class Surroundings(Walk):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_inference() or tensor.is_nested or isinstance(tensor, FakeTensor))
+    return not (tensor.is_inference() or tensor.is_nested or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _place_of(tensor: torch.Tensor) -> int:
@@ -239,7 +246,7 @@ class _Tensor:
     ) -> None:
         self.name = name
         self.tensor = tensor
-        self._home = torch.device("cpu") if on_host and not tensor.is_meta else tensor.device
+        self._home = torch.device("cpu") if on_host else tensor.device
         self._version = tensor._version
         self._storage = Storage(tensor)
         self._compares = compares

@@ -264,6 +264,13 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda _value: False) -
     return leaves, _structure(value, leaves, _DEPTH, is_leaf)
 
 
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph, and without what a class of the user's does in its methods."""
+    values = torch.Tensor.detach(tensor)
+    is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return torch.Tensor.as_subclass(values, torch.Tensor) if is_plain else values
+
+
 def holds_tensors(value: Any, depth: int = 3) -> bool:
     """Return whether a tensor is in a value that `flatten` does not know from torch."""
     if isinstance(value, torch.Tensor):

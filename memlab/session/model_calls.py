@@ -127,7 +127,7 @@ class ModelCalls:
             except MemlabError as error:
                 if not (start and weights and weights.are_untouched and session.switching.falls_back(error)):
                     raise
-            start.restore()
+            start.begin_again()
 
 
 def _through(

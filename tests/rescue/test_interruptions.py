@@ -71,7 +71,7 @@ def test_an_interrupted_backward_pass_updates_all_parameters_first() -> None:
 def test_an_error_in_a_backward_pass_leaves_a_loop_that_can_go_on(watched: bool) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with fit(Workload(model, optimizer), "--release-grads") as session:
+    with fit(Workload(model, optimizer), "--release-grads"):
         for step in range(0 if watched else 2):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -81,11 +81,14 @@ def test_an_error_in_a_backward_pass_leaves_a_loop_that_can_go_on(watched: bool)
         with pytest.raises(StopIteration):
             loss_of(model, 2).backward()
         handle.remove()
+        if not watched:  # some weights are one update ahead by then
+            with pytest.raises(RefusalError, match="goes on after an error has ended a backward pass"):
+                optimizer.zero_grad()
         for step in range(3, 5):
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.step()
-        assert any("a backward pass broke off" in note for note in session.notes) == (not watched)
+        assert len({float(state["step"]) for state in optimizer.state.values()}) == (1 if watched else 2)
 
 
 def _stop(_gradient: torch.Tensor) -> None:

@@ -445,3 +445,33 @@ def test_step_hooks_that_the_loop_registers_later_come_before_the_update(plan: s
         assert torch.equal(model.weight.detach(), before) is raises
         hook.remove()
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def cloned(module: nn.Module) -> nn.Module:
+    """Copy a module as meta-learning libraries do: with all attributes, and weights that have a graph."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    for table in ("_parameters", "_buffers", "_modules"):
+        clone.__dict__[table] = getattr(module, table).copy()
+    for name, parameter in module._parameters.items():
+        clone._parameters[name] = None if parameter is None else parameter.clone()  # type: ignore[assignment]
+    for name, part in module._modules.items():
+        clone._modules[name] = None if part is None else cloned(part)
+    return clone
+
+
+@pytest.mark.parametrize("plan", ["", "--checkpoint", "--accumulate 2", "--offload activations", "--bf16"])
+def test_a_copy_that_has_all_attributes_runs_its_own_weights(plan: str) -> None:
+    model = blocks()
+    inputs, targets = pairs(0)
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), plan, rescue=not plan):
+        clone = cloned(model)
+        weights = [*clone.parameters()]
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(clone(inputs), targets), weights)
+        assert all(gradient.abs().sum() > 0 for gradient in gradients)
+        pairs_of_parts = zip(clone.modules(), blocks().modules(), strict=True)
+        others = [vars(part).keys() ^ vars(plain_part).keys() for part, plain_part in pairs_of_parts]
+    plain = blocks()
+    expected = torch.autograd.grad(nn.functional.cross_entropy(plain(inputs), targets), [*plain.parameters()])
+    assert all(map(torch.equal, gradients, expected))
+    assert not any(others)

@@ -1049,6 +1049,31 @@ def test_an_update_that_broke_off_is_not_repeated() -> None:
             loss_of(model, 3).backward()
 
 
+def test_a_loop_that_skips_a_batch_whose_backward_pass_failed_is_refused() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def fail(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not a number")
+
+    with fit(Workload(model, optimizer), "--release-grads"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        handle = model[1].register_full_backward_hook(lambda *_: fail(torch.ones(())))
+        optimizer.zero_grad()
+        with pytest.raises(ValueError, match="not a number"):
+            model(torch.randn(4, 8)).square().mean().backward()
+        handle.remove()
+        with pytest.raises(RefusalError) as caught:
+            optimizer.zero_grad()
+    assert str(caught.value) == (
+        "gradients: the loop goes on after an error has ended a backward pass; parameters have been updated with the gradients "
+        "so far; leave --release-grads out"
+    )
+
+
 class _FailingInUpdates(FailingAt):
     """Raises at the first operator that only an update calls."""
 

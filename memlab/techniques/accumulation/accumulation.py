@@ -318,7 +318,7 @@ class Accumulation(Technique):
                     first = first.__context__
                 first.__context__ = None
                 raise
-        snapshot.restore()
+        snapshot.begin_again()
         randomness.restore()
 
     def _verdict(self, call: ModelCall, whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:

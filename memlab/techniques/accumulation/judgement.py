@@ -18,6 +18,7 @@ from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import LazyTensor, real, requires_grad
+from memlab.runtime.modules import parameters_made
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.stand_ins import is_ours
@@ -31,7 +32,7 @@ from memlab.techniques.accumulation.noise import Noise, Order
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.rounding import STRONG, Rounding
 from memlab.techniques.accumulation.split import Call, Layout, Outputs
-from memlab.techniques.accumulation.verdict import Left, SplitVerdict, start_of
+from memlab.techniques.accumulation.verdict import Left, SplitVerdict, making, start_of
 
 TOLERANCE = 2e-5
 LOW_TOLERANCE = 5e-2
@@ -100,7 +101,7 @@ class Judgement:
     def put_back(self) -> None:
         """Put everything back as it was."""
         with self._aliases.in_place():
-            self._start.restore()
+            self._start.begin_again()
         self._random.restore()
         self._aliases.take_gradients()
         self._beside.put_back()
@@ -245,8 +246,10 @@ class Judgement:
                 leaves[position] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
         args, kwargs = call.spec.put(leaves)
-        with self._start.writing(), self.noise:
+        with self._start.writing(), self.noise, parameters_made(self._model) as made:
             output = self._call(*args, **kwargs)
+        if made:
+            refuse(making(self._name, made))
         self.draws_on_host |= is_whole and self._random.host_differs()
         if is_whole:
             after, spec = flatten((args, kwargs)) if not self._layout.in_lists else (leaves, call.spec)

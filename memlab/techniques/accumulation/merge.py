@@ -17,7 +17,7 @@ from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import real
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.tree import attributes, holds_tensors, runs_later
+from memlab.runtime.tree import attributes, holds_tensors, runs_later, values_of
 
 # numbers that are compared at a time
 _AT_ONCE = 2**20
@@ -335,9 +335,9 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
     Tensors without values do not differ.
     """
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.is_meta or other.is_meta:
         return 0.0
-    one, other = one.detach().reshape(-1), other.detach().reshape(-1)
+    one, other = values_of(one).reshape(-1), values_of(other).reshape(-1)
     if one.is_complex():
         one, other = torch.view_as_real(one).reshape(-1), torch.view_as_real(other).reshape(-1)
     if not one.is_floating_point():

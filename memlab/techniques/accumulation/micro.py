@@ -19,7 +19,7 @@ from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, o
 from memlab.runtime.graphs import are_batched, asks_for_gradient, hooks_on_saved_tensors, sequence_nr, uses_of
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
-from memlab.runtime.modules import Modes
+from memlab.runtime.modules import Modes, parameters_made
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.escapes import earlier_graph
@@ -27,7 +27,7 @@ from memlab.techniques.accumulation.merge import closed
 from memlab.techniques.accumulation.micro_inputs import MicroInputs
 from memlab.techniques.accumulation.micro_outputs import Joined, MicroOutputs
 from memlab.techniques.accumulation.split import Call, Division, Outputs
-from memlab.techniques.accumulation.verdict import SplitVerdict, unjudged
+from memlab.techniques.accumulation.verdict import SplitVerdict, making, unjudged
 
 _FIELD = "accumulation"
 # scale of the inner backward under a loop's own fp16, until its scaler has shown its own
@@ -288,7 +288,10 @@ class MicroRun:
         for position in self._inputs.positions:
             leaves[position] = leaves[position].detach().requires_grad_() if inputs is None else inputs[position]
         micro_batch = self._division.micro_batches[index].with_leaves(leaves)
-        output = micro_batch.run(self._call)
+        with parameters_made(self._model) as made:
+            output = micro_batch.run(self._call)
+        if made:
+            raise RefusalError(_FIELD, making(type(self._model).__name__, made), KEEP_WHOLE)
         if self._snapshot is None:
             return micro_batch, Outputs.of(output)
         effects = self._snapshot.effects()

@@ -509,5 +509,5 @@ class Quiet:
     def put_back(self, *, host: bool = True) -> None:
         """Put back all that the run has changed; without `host` all but Python's and NumPy's generators."""
         if self._snapshot is not None:
-            self._snapshot.restore()
+            self._snapshot.begin_again()
         self._random.restore(host=host)

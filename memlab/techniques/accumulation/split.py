@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.runtime.tree import Structure, flatten
+from memlab.runtime.tree import Structure, flatten, values_of
 from memlab.techniques.accumulation.merge import Join
 
 _IGNORED_TARGET = -100
@@ -261,9 +261,10 @@ class LossRule:
 
     def count(self, leaf: torch.Tensor) -> torch.Tensor:
         """Return what the targets in a leaf count."""
+        leaf = values_of(leaf)
         considered = leaf[..., 1:] if self.shifted else leaf
         if leaf.is_floating_point():
-            return considered.detach().double().sum()
+            return considered.double().sum()
         if self.class_weights is not None:
             counted = (considered >= 0) & (considered < len(self.class_weights))
             return (self.class_weights.double()[considered.where(counted, 0)] * counted).sum()

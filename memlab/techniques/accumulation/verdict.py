@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memlab.errors import RefusalError
+from memlab.errors import RefusalError, listed
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.containers import Effect
 from memlab.techniques.accumulation.merge import Merge
@@ -50,6 +50,16 @@ def unjudged(what: str) -> RefusalError:
     """The refusal of a call of which no two rows could be judged."""
     reason = f"{what}, and there is no memory to see what the whole batch would leave"
     return RefusalError("accumulation", reason, KEEP_WHOLE)
+
+
+def making(name: str, made: Sequence[str]) -> str:
+    """Return why a call that makes parameters is not split.
+
+    Args:
+        name: of the model, for people.
+        made: names of the parameters.
+    """
+    return f"the forward pass of {name} makes parameters ({listed(made)}), and each micro-batch would make its own"
 
 
 def start_of(effects: Mapping[str, Effect], rows: int) -> frozenset[Any]:

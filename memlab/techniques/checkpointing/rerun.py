@@ -353,9 +353,10 @@ class WriteWatch(StorageWatch):
 
     def protect(self, tensor: torch.Tensor, about_to: Callable[[], None]) -> None:
         """Call something before each write to a tensor's storage."""
-        if tensor.layout is torch.strided and not defers((type(tensor),)):
-            self._held.append(tensor)
-            self.protect_storage(tensor.untyped_storage()._cdata, about_to)
+        with torch._C.DisableTorchFunctionSubclass():  # a class of the user's need not know of such questions
+            if tensor.layout is torch.strided and not defers((type(tensor),)):
+                self._held.append(tensor)
+                self.protect_storage(tensor.untyped_storage()._cdata, about_to)
 
     def told(self, key: int) -> None:
         if not getattr(_running, "depth", 0):

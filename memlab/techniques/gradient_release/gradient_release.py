@@ -36,7 +36,7 @@ An update that a backward pass has made cannot be made undone. A rescue therefor
 an update breaks off in its middle, the next gradient is answered by an error instead of being counted twice.
 
 Known limitations: what reads gradients from compiled code or from another thread is not seen, and meets None. An error in the backward pass itself, in a hook of the loop's say, leaves those parameters updated whose turn had
-come; the notes say so. On a GPU a Ctrl-C never comes into the middle of a backward pass.
+come: a loop that goes on after it is refused, and in a later cell the notes say so. On a GPU a Ctrl-C never comes into the middle of a backward pass.
 
 The mechanism of torch: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
@@ -159,7 +159,10 @@ class GradientRelease(Technique):
                 "several processes train together, and a gradient is complete here before the others have added theirs",
                 "use the engine's own sharding of gradients (ZeRO-2, FSDP2)",
             )
-        if overlap([*workload.model.parameters(), *workload.model.buffers()]):
+        model = workload.model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        others = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        if overlap(trained, [*others, *model.buffers()]):
             raise RefusalError(
                 self.field,
                 f"two weights of {workload.name} have their values in one place (tied by .data), and the update of one would "
@@ -271,9 +274,15 @@ class GradientRelease(Technique):
         self._was_left = True
 
     def _notice_broken_pass(self) -> None:
-        """An error has ended a backward pass, and nobody said so."""
+        """An error has ended a backward pass, and nobody said so.
+
+        Raises:
+            RefusalError: it has come to a loop that goes on, as one that skips a batch, when some weights were updated.
+        """
         if not self._passes or torch._C._current_graph_task_id() != -1:
             return
+        if self._has_released and not (self._watch.is_resumed or self._is_broken):
+            raise self._refusal("the loop goes on after an error has ended a backward pass", reasons.LEAVE_OUT)
         if self._has_released:
             self.notes.append(
                 "a backward pass broke off when some parameters had been updated already and others had not; they are one "

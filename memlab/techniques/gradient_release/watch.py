@@ -56,6 +56,8 @@ class Watch(LoopMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo traces this method, and would make something else of it
+            return func(*args, **kwargs or {})
         # of a backward pass nothing is seen in here: torch takes the mode away while it calls this method
         if getattr(func, "__self__", None) is _GRADIENT and not self._is_paused and _is_loops(sys._getframe(1)):
             touched = self._touched()

@@ -213,7 +213,7 @@ class _Packing:
         self._alone: list[tuple[weakref.ref[torch.UntypedStorage], _View, weakref.ref[_Stored]]] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:
-        if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided or tensor.is_nested:
+        if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             return as_saved(tensor)
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()

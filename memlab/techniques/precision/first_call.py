@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from memlab.errors import MemlabError, RefusalError, first_line
+from memlab.errors import MemlabError, RefusalError, first_line, listed
 from memlab.plan import Precision
 from memlab.runtime.containers import Effect
 from memlab.runtime.graphs import functions_of_users
@@ -78,7 +78,7 @@ class FirstCalls:
             for each in frozen:
                 each.put_back()
             if isinstance(error, RefusalError):
-                before.restore(strict=False)
+                before.begin_again(strict=False)
                 randomness.restore()
             if is_out_of_memory(error) or isinstance(error, MemlabError):
                 raise
@@ -86,10 +86,10 @@ class FirstCalls:
         else:
             written = [*before.written(), *((each.name, each.tensor) for each in frozen if each.put_back())]
             if written:
-                before.restore(strict=False)
+                before.begin_again(strict=False)
                 randomness.restore()
                 self._keep_whole(name, written)
-                whole = ", ".join(which for which, _ in written)
+                whole = listed([which for which, _ in written])
                 said = f"with {whole}, which its forward pass changes, in fp32: "
                 return self.run(name, model, call, args, kwargs, but=said)
             why = _computing_later(output, self._precision)
@@ -99,7 +99,7 @@ class FirstCalls:
             if why is None:
                 return output
             said = why
-        before.restore(strict=False)
+        before.begin_again(strict=False)
         randomness.restore()
         raise self._refusal(name, model, lambda: call(*args, **kwargs), said, frozen, instead)
 
@@ -120,7 +120,7 @@ class FirstCalls:
         try:
             refusal = self._refusal(name, model, run, first_line(error), ())
         except BaseException:
-            left.restore(strict=False)
+            left.begin_again(strict=False)
             randomness.restore()
             raise
         raise refusal from None
@@ -146,7 +146,7 @@ class FirstCalls:
             for tensor, master in masters:
                 if not torch.equal(tensor, master):
                     tensor.data = master
-        before.restore(strict=False)
+        before.begin_again(strict=False)
         randomness.restore()
         return refusal_of(name, self._precision, said, instead)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -79,7 +80,11 @@ class PureBf16:
         # weights of batch norm stay beside its statistics: torch's kernels want both in one precision
         whole = {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters()}
         found = {id(tensor): tensor for tensor in (*model.parameters(), *convertible_buffers(model))}
-        split = [each for each in found.values() if each.dtype is torch.float32 and id(each) not in whole]
+        split = [
+            each
+            for each in found.values()
+            if each.dtype is torch.float32 and id(each) not in whole and _is_numbers(each)
+        ]
         held = held_by_others(split, aliases)
         self._given: dict[int, _Given] = {}  # by id of the weight
         self._is_refused = False  # a call is, because of these
@@ -297,6 +302,14 @@ def as_fp32(leaf: Any) -> Any:
 def as_bf16(leaf: Any) -> Any:
     """An input as a model in bf16 gets it."""
     return leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 else leaf
+
+
+def _is_numbers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is what its numbers are: quantised weights say that they are fp32, and are not."""
+    if tensor.is_meta:
+        return False
+    is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return is_plain or isinstance(tensor, FakeTensor) or type(tensor).__name__ == "DTensor"
 
 
 def convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
