@@ -130,7 +130,8 @@ class Workload:
 
         Names the cell uses come first, then those that its functions use; among them what holds models (a Trainer, an
         agent, a list) stands for them. Of several models those count whose parameters an optimizer holds; one that the
-        cell names, if it names any. When the cell assigns a name anew, what the name held before is not looked at.
+        cell names, if it names any. Of one within another the cell trains the one that it calls, if that has all that is
+        updated; else the outer one. When the cell assigns a name anew, what the name held before is not looked at.
 
         Args:
             namespace: variables by name, such as the notebook's.

@@ -1032,6 +1032,16 @@ def test_memlab_s_own_loops_do_not_count_as_the_loop() -> None:
             torch.nn.utils.clip_grad_norm_(load.model.parameters(), 1.0)
 
 
+def test_a_compiled_loss_is_the_loops() -> None:
+    model, rows = nn.Linear(8, 8), torch.randn(4, 8)
+    loss = torch.compile(lambda out: out.square().mean() + out.std() * out.max(), backend="eager")
+    expected = loss(model(rows)).item()
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.0)), "--release-grads"):
+        found = loss(model(rows))
+        found.backward()
+    assert found.item() == expected
+
+
 # -- what breaks off -------------------------------------------------------------------------------
 
 

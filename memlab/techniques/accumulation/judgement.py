@@ -277,7 +277,7 @@ class Judgement:
         it is computed only if the loop looks at it.
         """
         graph = {i: real(leaf) for i, leaf in enumerate(outputs.leaves) if isinstance(leaf, torch.Tensor)}
-        graph = {i: leaf for i, leaf in graph.items() if leaf.requires_grad}
+        graph = {i: leaf for i, leaf in graph.items() if leaf.requires_grad and not leaf.is_meta}
         found: dict[int, torch.Tensor] = {}
         if outputs.loss in graph and outputs.loss in weights:
             found[outputs.loss] = torch.ones_like(graph[outputs.loss])

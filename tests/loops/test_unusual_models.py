@@ -1,0 +1,213 @@
+"""Models and tensors that hold their state where few do: each plan trains them as the plain loop does, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import nn
+
+from memlab import Workload, fit
+
+PLANS = (
+    "",
+    "--accumulate 2",
+    "--checkpoint",
+    "--offload activations",
+    "--bf16",
+    "--precision pure-bf16",
+    "--release-grads",
+)
+
+
+def blocks(*between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), *between, nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)))
+
+
+class Meta(nn.Module):
+    """Keeps tensors without values: a table of shapes, a layer that tells them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = blocks()
+        self.shapes = [nn.Linear(8, 3, device="meta")]
+        self.register_buffer("table", torch.empty(4, 2**15, device="meta"))
+        self.last: torch.Tensor | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.last = self.shapes[0](rows.to("meta"))
+        return self.body(rows) * (self.last.size(1) + self.table.size(0))
+
+
+class Slotted(nn.Module):
+    """Counts its calls in a slot."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = blocks()
+        self.calls = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.body(rows) * self.calls
+
+
+class Marked(nn.Module):
+    """Counts its calls at a parameter, as Opacus does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = blocks()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.body[0][0].weight
+        weight.calls = getattr(weight, "calls", 0) + 1
+        return self.body(rows) * weight.calls
+
+
+class Wide(nn.Sequential):
+    """Has a part of many parts, each with statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(8, 8), _Many()) for _ in range(2)))
+
+
+class _Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Sequential(nn.Identity(), nn.BatchNorm1d(8)) for _ in range(150))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(rows) for part in self.each]).mean(0)
+
+
+class Named(torch.Tensor):
+    """Needs a name for what its method does, which results do not have."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.name
+        return super().to(*args, **kwargs)
+
+
+class Strict(torch.Tensor):
+    """Knows only what this model does with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in ("linear", "tanh", "mean", "square", "backward", "__get__", "as_subclass"):
+            raise TypeError(f"no {name}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+Rows = Callable[[], torch.Tensor]
+
+
+def rows_of(kind: type[torch.Tensor]) -> Rows:
+    return lambda: torch.randn(8, 8).as_subclass(kind)
+
+
+def trained(make: Callable[[], nn.Module], flags: str | None, rows: Rows, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nullcontext() if flags is None else fit(Workload(model, optimizer), flags, **options):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(rows()).square().mean().backward()
+            optimizer.step()
+    return [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    # of BatchNorm a batch is not split
+    [
+        (make, plan)
+        for make in (Meta, Slotted, Marked, Wide)
+        for plan in PLANS
+        if make is not Wide or "accu" not in plan
+    ],
+)
+def test_state_in_unusual_places(make: Callable[[], nn.Module], plan: str) -> None:
+    expected = trained(make, None, rows_of(torch.Tensor))
+    found = trained(make, plan, rows_of(torch.Tensor), rescue=not plan)
+    tolerance = 0.05 if "bf16" in plan else 1e-5
+    assert all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [(Named, plan) for plan in PLANS]
+    + [(Strict, plan) for plan in PLANS if plan != "--accumulate 2" and "bf16" not in plan],
+)
+def test_batches_of_a_class_of_the_users(kind: type[torch.Tensor], plan: str) -> None:
+    expected = trained(blocks, None, rows_of(kind))
+    found = trained(blocks, plan, rows_of(kind), rescue=not plan)
+    tolerance = 0.05 if "bf16" in plan else 1e-5
+    assert all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(found, expected, strict=True))
+
+
+class Quantised(torch.Tensor):
+    """A frozen weight of 8 bits, which says that it is fp32 and is dequantised where it is used, as those of torchao."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)  # type: ignore[return-value]
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.scale = values.abs().max() / 127
+        self.values = (values / self.scale).round().to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            made = Quantised.__new__(Quantised, args[0])
+            made.scale, made.values = args[0].scale, args[0].values
+            return made
+        plain = torch.utils._pytree.tree_map_only(
+            Quantised, lambda each: each.values.float() * each.scale, (args, kwargs or {})
+        )
+        return func(*plain[0], **plain[1])
+
+
+def test_quantised_weights_are_left_alone_in_pure_bf16() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[0].weight = nn.Parameter(Quantised(torch.randn(8, 8)), requires_grad=False)
+    weight, before = model[0].weight, model[1].weight.clone()
+    with fit(Workload(model, torch.optim.SGD(model[1:].parameters(), lr=0.1)), "--precision pure-bf16"):
+        model(torch.randn(4, 8)).sum().backward()
+        assert model[1].weight.dtype is torch.bfloat16
+    assert model[0].weight is weight
+    assert type(weight) is Quantised
+    assert torch.equal(model[1].weight, before)
+
+
+def test_methods_of_parts_are_pickled_and_copied_as_without_a_plan() -> None:
+    model = blocks()
+    rows = torch.randn(2, 8)
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--checkpoint"):
+        forwards = [copy.deepcopy(model[0].forward), pickle.loads(pickle.dumps(model[0].forward))]
+        expected = model[0](rows)
+    for forward in forwards:
+        assert type(forward).__name__ == "method"
+        assert forward.__self__ is not model[0]
+        assert torch.equal(forward(rows), expected)
+
+
+def test_constants_may_share_memory_where_gradients_are_released() -> None:
+    class Normed(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+            mean = torch.zeros(4)
+            self.register_buffer("mean", mean[None])
+            self[0].register_buffer("mean", mean[None])
+
+    trained(Normed, "--release-grads", lambda: torch.randn(8, 4))
