@@ -141,12 +141,12 @@ class CellMagic:
             steps = self._keep(watch, outcome.error)
             if steps and watch.models.session is not None:
                 # whoever interrupted the cell does not wait for predictions
-                plans = watch.measuring.notes.plans if outcome.error is None else ()
+                plans = watch.measuring.plans if outcome.error is None else ()
                 self._predict(watch.models.session, watch.models.sessions, plans, options.budget_bytes, line)
             # a refusal is one line
             if outcome.error is None or isinstance(outcome.error, KeyboardInterrupt) or (steps and refusal is None):
                 self._show_receipt(watch, steps)
-        refusal = watch.errors.refused or refusal
+        refusal = watch.errors.refusal or refusal
         if refusal is not None:
             with cells.beside("going back to the plan before"):
                 watch.give_up(refusal)
@@ -247,7 +247,7 @@ class CellMagic:
     def _show_receipt(self, watch: CellWatch, steps: int) -> None:
         if watch.errors.failure:
             tell(watch.errors.failure)
-        if watch.models.session is None or (watch.errors.refused is not None and not steps):
+        if watch.models.session is None or (watch.errors.refusal is not None and not steps):
             return
         if steps:
             receipt = self._notebook.histories[watch.models.session.workload.model].receipt()
@@ -292,9 +292,9 @@ class CellMagic:
         place.raise_shown(self._notebook.shell, outcome, advice)
 
     def _require_model(self, watch: CellWatch, options: CellOptions) -> None:
-        if watch.errors.refused is not None and not isinstance(watch.errors.refused, NothingFitsError):
+        if watch.errors.refusal is not None and not isinstance(watch.errors.refusal, NothingFitsError):
             # somebody between here and there has caught the error; who handles one for lack of memory means to go on
-            raise UsageError(str(watch.errors.refused))
+            raise UsageError(str(watch.errors.refusal))
         if watch.models.session is not None or watch.errors.failure:
             return
         why = watch.search.why_none or _NO_MODEL

@@ -1,4 +1,4 @@
-"""`CellMeter`: one meter for all models that a cell trains, and who else observes them."""
+"""`CellMeter`: one meter for all models that a cell trains, the plans in force there, and who else observes them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,41 @@ from contextlib import ExitStack
 
 import torch
 
-from memlab.jupyter.cell_observers import BesideInCell, Chooser, Notes
+from memlab.jupyter.cell_observers import Chooser
 from memlab.jupyter.cell_records import Taken, TakenModels
+from memlab.jupyter.cells import CellErrors
 from memlab.measuring.device import Device, device_for
-from memlab.measuring.loop_meter import meter_of
+from memlab.measuring.loop_meter import CompanionObserver, meter_of
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.retries import RetryWatch
+from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
 from memlab.session import Session
 
 
-class CellMeter:
-    """Measures the models that a cell trains, each with its own parts, and has the plan chosen where that is asked for."""
+class CellMeter(Observer):
+    """Measures the models that a cell trains, each with its own parts, and has the plan chosen where that is asked for.
+
+    It observes the first of them itself.
+    """
 
     def __init__(
         self,
         models: TakenModels,
+        errors: CellErrors,
         undo: ExitStack,  # ends what watches the cell
-        notes: Callable[[], Notes],
+        step_ended: Callable[[], None],
         choose: Callable[[Sequence[Workload]], Plan] | None,  # as of a `CellWatch`
     ) -> None:
         self.meter: Meter | None = None
-        self.notes = notes()  # plans that were in force during the cell, and its first batch
+        self.plans: tuple[Plan, ...] = ()  # that were in force during the cell, the last one last
+        self.thread: int | None = None  # that the first model trains on; None before its first call
         self._models = models
+        self._errors = errors
         self._undo = undo
-        self._new_notes = notes
+        self._step_ended = step_ended
         self._choose = choose
         self._choosers: list[Chooser] = []
         self._device: Device | None = None
@@ -43,7 +51,16 @@ class CellMeter:
         """Keep nothing of the user's any more."""
         self.meter, self._device = None, None
         self._choosers = []
-        self.notes = self._new_notes()
+        self.plans, self.thread = (), None
+
+    def forward_begins(self, batch: Batch) -> None:
+        self.thread = self.thread or threading.get_ident()
+
+    def plan_changed(self, plan: Plan) -> None:
+        self.plans = (*(known for known in self.plans if known != plan), plan)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._step_ended()
 
     def on(self, device: torch.device, capacity_bytes: int | None) -> Device:
         """Return the device that is measured, the first that is asked for; with a capacity it behaves as one of that size."""
@@ -76,14 +93,12 @@ class CellMeter:
             for optimizer in session.workload.optimizers:
                 meter.optimizer_found(optimizer)
         if taken.number == 1:
-            watching += [meter, self.notes]
+            watching += [meter, self]
             if session.workload.device.type == "cuda":
                 watching.append(RetryWatch(session.log.note, device=session.workload.device))
-        else:
-            watching.append(taken.largest)
-            if taken.number:
-                watching.append(BesideInCell(meter, taken.number, self.notes))
-        for observer in watching:
+        elif taken.number:
+            watching.append(_Beside(meter, taken.number, self))
+        for observer in (*watching, taken.largest, self._errors):
             session.observers.add(observer)
             taken.undo.callback(session.observers.remove, observer)
             if is_first:
@@ -112,6 +127,23 @@ class CellMeter:
     def _is_on_measured_thread(self) -> bool:
         """Return whether this is the thread of the first model, or that one is over."""
         here = threading.get_ident()
-        if self.notes.thread not in {thread.ident for thread in threading.enumerate()}:
-            self.notes.thread = here
-        return self.notes.thread == here
+        if self.thread not in {thread.ident for thread in threading.enumerate()}:
+            self.thread = here
+        return self.thread == here
+
+
+class _Beside(CompanionObserver):
+    """Tells of a further model also which plans come into force on it, and that it steps."""
+
+    def __init__(self, meter: Meter, number: int, cell: CellMeter) -> None:
+        super().__init__(meter, number)
+        self._cell = cell
+
+    def plan_changed(self, plan: Plan) -> None:
+        if plan not in self._cell.plans:
+            self._meter.plan_changed(plan)
+            self._cell.plan_changed(plan)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        super().step_ended(optimizer, skipped)
+        self._cell.step_ended(optimizer, skipped)

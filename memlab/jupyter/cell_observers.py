@@ -1,9 +1,7 @@
-"""Observers of the steps of a cell, for a `CellWatch`: the plan to choose, the largest batch, the plans in force, further models."""
+"""Observers of the steps of a cell, for a `CellWatch`: the plan to choose, the largest batch, optimizers of models that are gone."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -13,8 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.jupyter.cells import tell
-from memlab.measuring.loop_meter import CompanionObserver
-from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.runtime.batch import Batch
 from memlab.runtime.namespace import stale_in_step
@@ -132,59 +128,6 @@ class Largest(Observer):
         elements = batch.elements
         if elements >= self._most_elements:
             self.batch, self._most_elements = batch.copied, elements
-
-
-class Notes(Largest):
-    """Notes which plans were in force during a cell as well."""
-
-    def __init__(self, step_ended: Callable[[], None], broke_off: Callable[[BaseException | None], None]) -> None:
-        super().__init__()
-        self.plans: tuple[Plan, ...] = ()  # those, the last one last
-        self._step_ended = step_ended
-        self._broke_off = broke_off
-        self.thread: int | None = None  # that the first model trains on; None before its first call
-
-    def forward_begins(self, batch: Batch) -> None:
-        self.thread = self.thread or threading.get_ident()
-        super().forward_begins(batch)
-
-    def plan_changed(self, plan: Plan) -> None:
-        self.plans = (*(known for known in self.plans if known != plan), plan)
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        self._step_ended()
-
-    def refused(self, refusal: MemlabError) -> None:
-        self._broke_off(refusal)
-
-    def refusal_handled(self) -> None:
-        self._broke_off(None)
-
-    def interrupted(self) -> None:
-        error = sys.exc_info()[1]
-        if error is not None:
-            self._broke_off(error)
-
-
-class BesideInCell(CompanionObserver):
-    """Tells the notes of a cell as well what happens to a further model."""
-
-    def __init__(self, meter: Meter, number: int, notes: Notes) -> None:
-        super().__init__(meter, number)
-        self._notes = notes
-
-    def plan_changed(self, plan: Plan) -> None:
-        if plan not in self._notes.plans:
-            self._meter.plan_changed(plan)
-            self._notes.plan_changed(plan)
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        super().step_ended(optimizer, skipped)
-        self._notes.step_ended(optimizer, skipped)
-
-    def interrupted(self) -> None:
-        super().interrupted()
-        self._notes.interrupted()
 
 
 def without_graph(batch: Batch) -> Batch:

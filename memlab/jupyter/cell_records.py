@@ -33,7 +33,7 @@ class Taken:
     is_fresh: bool  # whether this cell has made its session
     log_from: int  # entries of its log before the cell
     plan_before: Plan
-    largest: Largest  # its largest batch
+    largest: Largest = field(default_factory=Largest)  # its largest batch
     number: int = 0  # for the meter; 0 where it trains on another thread, and is not measured
     undo: ExitStack = field(default_factory=ExitStack)  # of what observes it; refers to the session by this alone
 
@@ -74,11 +74,10 @@ class TakenModels:
         """Return in words what the cell has done to the models."""
         return (*self._past_events, *events_of(self.sessions, [taken.log_from for _, taken in self.present]))
 
-    def take(self, session: Session, plan_before: Plan, of_first: Largest, *, is_fresh: bool) -> Taken:
-        """Add a model that trains; `of_first` notes the largest batch of the one in the first place."""
+    def take(self, session: Session, plan_before: Plan, *, is_fresh: bool) -> Taken:
+        """Add a model that trains."""
         place = next((i for i, each in enumerate(self.all) if each.model is None), len(self.all))
-        largest = Largest() if place else of_first
-        taken = Taken(session, session.workload.model, is_fresh, len(session.log), plan_before, largest)
+        taken = Taken(session, session.workload.model, is_fresh, len(session.log), plan_before)
         taken.number = next((each.number for each in self.all[place : place + 1]), 0)
         self.all[place : place + 1] = [taken]
         return taken

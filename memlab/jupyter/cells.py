@@ -37,6 +37,7 @@ from IPython.core.error import UsageError
 
 from memlab.errors import MemlabError, first_line
 from memlab.runtime.callers import OWN_FOLDER
+from memlab.runtime.observer import Observer
 
 # IPython's shells are configured at run time: the attributes used here are typed as anything
 Shell = Any
@@ -136,22 +137,26 @@ def beside(what: str, say: Callable[[str], None] = tell) -> Iterator[None]:
         say(f"{what} failed in memlab itself ({first_line(error)}); the cell is not affected")
 
 
-class CellErrors:
-    """What memlab has refused in a cell, and what of its own has failed there."""
+class CellErrors(Observer):
+    """What memlab has refused in a cell, in any of its models, and what of its own has failed there."""
 
     def __init__(self, *, needs_plan: bool) -> None:
         self.needs_plan = needs_plan  # whether the cell asked for a plan, and must not train without it
         # what memlab has refused in the middle of the cell, last; None for nothing
-        self.refused: MemlabError | None = None
+        self.refusal: MemlabError | None = None
         self.failure = ""  # what of memlab's own failed, in words; empty for nothing
 
-    def broke_off(self, error: BaseException | None) -> None:
-        """Note what ends the cell, where memlab has refused it; None once that turns out to end nothing."""
-        if error is None:
-            self.refused = None
-        elif isinstance(error, MemlabError):
-            error.in_loop = True
-            self.refused = error
+    def refused(self, refusal: MemlabError) -> None:
+        refusal.in_loop = True
+        self.refusal = refusal
+
+    def refusal_handled(self) -> None:
+        self.refusal = None
+
+    def interrupted(self) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, MemlabError):
+            self.refused(error)
 
     def beside(self, what: str, *, is_needed: bool = False) -> AbstractContextManager[None]:
         """Note where memlab itself fails, and let the cell go on without it; raise what fails where the cell needs it."""

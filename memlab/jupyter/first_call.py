@@ -290,7 +290,7 @@ class ModelSearch:
             if not self._models.sessions and any(steps_others(one, model) for one in optimizers_of(model)):
                 self._put_off = refusal  # of a part, where the whole may still be called
                 return False
-            self._errors.broke_off(refusal)
+            self._errors.refused(refusal)
             raise
         self._put_off = None if self._models.sessions else self._put_off
         return is_over
@@ -300,7 +300,7 @@ class ModelSearch:
         if self._put_off is None or not self._is_of_loop:
             return
         refusal, self._put_off = self._put_off, None
-        self._errors.broke_off(refusal)
+        self._errors.refused(refusal)
         raise refusal
 
     def _takes(self, called: nn.Module) -> bool:

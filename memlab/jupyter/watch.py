@@ -20,7 +20,7 @@ from torch import nn
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.jupyter.cell_meter import CellMeter
-from memlab.jupyter.cell_observers import Notes, without_graph
+from memlab.jupyter.cell_observers import without_graph
 from memlab.jupyter.cell_records import Taken, TakenModels, measurements_of, notes_of, tell_apart, title_of
 from memlab.jupyter.cells import CellErrors, tell
 from memlab.jupyter.first_call import ModelSearch
@@ -66,9 +66,7 @@ class CellWatch:
         self.controls: list[Control] = []  # of the models that are measured
         self.models = TakenModels()
         self.errors = CellErrors(needs_plan=self._is_chosen or plan not in (None, Plan()))
-        self.measuring = CellMeter(
-            self.models, self._undo, lambda: Notes(self._step_ended, self.errors.broke_off), choose
-        )
+        self.measuring = CellMeter(self.models, self.errors, self._undo, self._step_ended, choose)
         self.search = ModelSearch(self.models, self.errors, self._undo, self._take, self._take_back, variables)
 
     def __enter__(self) -> Self:
@@ -93,7 +91,7 @@ class CellWatch:
     def _take(self, workload: Workload) -> None:
         """Attach to a model that is called."""
         if not self.models.sessions:
-            self.measuring.notes.thread = threading.get_ident()
+            self.measuring.thread = threading.get_ident()
         self.attach(workload)
 
     def _take_back(self) -> None:
@@ -126,7 +124,7 @@ class CellWatch:
             return
         session.usage.begin(is_within_step=session.position.is_within_step)
         session.log.not_rescued = ""
-        taken = self.models.take(session, before, self.measuring.notes, is_fresh=attached is None)
+        taken = self.models.take(session, before, is_fresh=attached is None)
         train_together(self.models.sessions)
         with self.errors.beside("watching this cell", is_needed=self._is_chosen):
             is_first = self.measuring.meter is None
@@ -169,7 +167,7 @@ class CellWatch:
     def _goes_back(self, refusal: MemlabError) -> bool:
         """Go on without the plan, where it turns out not to apply to a further model once others have trained under it."""
         sessions = self.models.sessions
-        is_known = self.measuring.notes.plans and not any(session.position.is_within_step for session in sessions)
+        is_known = self.measuring.plans and not any(session.position.is_within_step for session in sessions)
         if not is_known or not all(session.steps > 0 for session in sessions):
             return False
         self.give_up(refusal)
@@ -213,10 +211,10 @@ class CellWatch:
                 own = history_of(each.workload.model)
                 own.batch = without_graph(batch)
                 own.tape = meter.tape or (own.tape if len(sessions) > 1 else None)
-        measurements = measurements_of(meter, self.measuring.notes.plans, notes_of(sessions), session.plan, error)
+        measurements = measurements_of(meter, self.measuring.plans, notes_of(sessions), session.plan, error)
         history.add_steps(meter.steps, meter.times.steps_ended)
         history.trained_by(optimizer for each in sessions for optimizer in each.workload.optimizers)
-        title = title_of(sessions, self.measuring.notes.batch, meter.device.name, meter.times.steps_ended)
+        title = title_of(sessions, self.models.all[0].largest.batch, meter.device.name, meter.times.steps_ended)
         history.add(title, measurements, self.models.events)
         return meter.times.steps_ended
 

@@ -542,6 +542,35 @@ for _ in range(3):
     assert made("%%memfit\nmodel(inputs, target).backward()\noptimizer.step()").error is None
 
 
+@pytest.mark.parametrize("refused", ["first", "second"])
+def test_a_refusal_of_one_of_several_models_that_the_loop_catches_is_said(cell: Cell, refused: str) -> None:
+    cell("""
+import torch
+class Net(torch.nn.Linear):
+    def forward(self, inputs):
+        hidden = super().forward(inputs)
+        return {"hidden": hidden, "loss": hidden.square().mean()}
+first, second = Net(16, 4), Net(16, 4)
+optimizers, x = [torch.optim.AdamW(model.parameters()) for model in (first, second)], torch.randn(8, 16)
+""")
+    loop = f"""
+for _ in range(2):
+    for model, optimizer in zip((first, second), optimizers):
+        output = model(x)
+        if model is {refused}:
+            try:
+                torch.autograd.grad(output["loss"], output["hidden"], retain_graph=True)
+            except Exception:
+                pass
+        output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    ran = cell(f"%%memfit --accumulate 2\n{loop}")
+    assert str(ran.error).startswith("accumulation: the loop asks for the gradient of an output of Net")
+    assert {session.plan.label for session in sessions()} == {"as written"}
+
+
 def test_a_plan_that_one_of_several_models_is_refused_stays_on_none(cell: Cell) -> None:
     cell(SETUP + GAN)
     for flags in ("--release-grads", "--chunk-loss"):
