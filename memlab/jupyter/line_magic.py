@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -126,7 +127,7 @@ class LineMagic:
         with self._notebook.saying() as say, prediction.advised(prediction.COMPARE):
             say(f"finding a plan for {budget}")
             found = find_plan(
-                prediction.one_or_all(workloads),
+                workloads,
                 budget,
                 lossless=options.lossless,
                 fixed=options.plan or Plan(),
@@ -190,7 +191,7 @@ class LineMagic:
             is_known = len(workloads) == 1 or workloads[0].tape is not None
             if not (self._notebook.config.predict and is_known):
                 return compared
-            return prediction.with_predictions(compared, prediction.one_or_all(workloads), say)
+            return prediction.with_predictions(compared, workloads, say)
 
     def _switch(self, words: list[str]) -> None:
         if not words:
@@ -241,9 +242,10 @@ class LineMagic:
 
     def _export(self, words: list[str]) -> None:
         to = words.pop(0) if words and not words[0].startswith("-") else "torch"
-        nproc, words = _nproc_in(words)
+        # a plan may stand in quotes, and so may a size with its unit
+        nproc, words = _nproc_in([one for word in words for one in (word.split() if word[:1] == "-" else [word])])
         together = self._notebook.together() if not words or sessions() else []
-        plan = parsed(" ".join(words)) if words else together[0].plan
+        plan = parsed(shlex.join(words)) if words else together[0].plan
         names = [each.workload.name for each in together]
         print(export(plan, to, nproc=nproc, models=names))  # noqa: T201 - what was asked for
 
@@ -300,11 +302,14 @@ def _capacity_in(words: list[str]) -> str:
 
 def _nproc_in(words: list[str]) -> tuple[int, list[str]]:
     """Return what ``--nproc`` says, two where it is not there, and the other words."""
-    split = " ".join(words).replace("--nproc=", "--nproc ").split()
-    if "--nproc" not in split:
+    at = next((place for place, word in enumerate(words) if word.partition("=")[0] == "--nproc"), None)
+    if at is None:
         return 2, words
-    at = split.index("--nproc")
-    return processes(" ".join(split[at + 1 : at + 2])), [*split[:at], *split[at + 2 :]]
+    _, is_joined, number = words[at].partition("=")
+    behind = words[at + 1 :]
+    if not is_joined:
+        number, behind = "".join(behind[:1]), behind[1:]
+    return processes(number), [*words[:at], *behind]
 
 
 def _file_in(words: list[str], command: str) -> Path:

@@ -140,11 +140,6 @@ def only_one(command: str, workloads: Sequence[Workload]) -> Workload:
     return workloads[0]
 
 
-def one_or_all(workloads: Sequence[Workload]) -> Workloads:
-    """Return what searches and predictions take: one workload, or several that train together."""
-    return workloads[0] if len(workloads) == 1 else workloads
-
-
 def _variable(namespace: Mapping[str, Any], flag: str, name: str) -> Any:
     first, *attributes = name.split(".")
     try:
@@ -197,11 +192,11 @@ def _predicted(
 
     plans: list[Plan] | None = list(dict.fromkeys([Plan(), *asked])) if asked else None
     if options.lossless and not asked:
-        plans = list(considered(one_or_all(workloads), options.device, lossless=True))
+        plans = list(considered(workloads, options.device, lossless=True))
     known = () if options.device is not None else history.measurements
     with advised(_instead_of_predicting(options, asked)) if asked or options.device else nullcontext():
         predictions = predict_all(
-            one_or_all(workloads),
+            workloads,
             options.device,
             plans=plans,
             measured=calibration(known, workloads[0]),
@@ -265,7 +260,7 @@ def choice(
             say(f"choosing a plan for {format_bytes(budget_bytes)}")
             with advised(_CHOOSE):
                 plan, predictions = choose_plan(
-                    one_or_all(workloads), budget_bytes, fixed=fixed, lossless=options.lossless,
+                    workloads, budget_bytes, fixed=fixed, lossless=options.lossless,
                     measured=calibration(history.measurements, workloads[0]), progress=say,
                 )  # fmt: skip
             history.chosen[key] = plan
@@ -327,7 +322,7 @@ def predict_rows(history: History, workloads: Sequence[Workload], plans: Iterabl
     measured = {plan: history.measured(plan.label) for plan in plans if plan.label not in history.predicted}
     missing = [plan for plan, row in measured.items() if row is not None and is_of_such_batches(row, workloads[0])]
     calibrating = calibration(history.measurements, workloads[0])
-    predictions, problem = _cheaply(one_or_all(workloads), missing, say, calibrating)
+    predictions, problem = _cheaply(workloads, missing, say, calibrating)
     history.keep_predictions(predictions)
     if problem:
         history.is_predicting = False

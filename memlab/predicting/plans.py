@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from memlab.errors import RefusalError, TraceError, WorkloadError
 from memlab.hardware.gpus import Gpu
-from memlab.measuring.runs import Workloads, say_when_long
+from memlab.measuring.runs import Workloads, each_of, say_when_long
 from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
@@ -61,7 +61,7 @@ def predict(
         1050624
     """
     wanted = Plan.of(plan)
-    if not isinstance(workload, Workload) and tape_of(workload) is None:
+    if _are_apart(each_of(workload)):
         raise WorkloadError("predict: no step of a loop that trains these models is recorded; use predict_all")
     predictor = _predictor(workload, device, measured)
     return _scaled(_prediction(predictor, wanted), _calibration(measured, predictor))
@@ -96,6 +96,11 @@ def predict_all(
     return predicting(workload, device, measured=measured, progress=progress)(plans)
 
 
+def _are_apart(workloads: Sequence[Workload]) -> bool:
+    """Return whether several models train together in a loop of which no step is recorded."""
+    return len(workloads) > 1 and tape_of(workloads) is None
+
+
 Predicting = Callable[[Iterable[Plan | str] | None], list[Prediction]]
 
 
@@ -107,9 +112,9 @@ def predicting(
     progress: Callable[[str], None] | None = None,
 ) -> Predicting:
     """Return what predicts plans, some at a time, and keeps what it has traced; arguments, plans and errors as of `predict_all`."""
-    if not isinstance(workload, Workload) and tape_of(workload) is None:
-        for_each = [predicting(each, device, progress=progress) for each in workload]
-        names = [each.name for each in workload]
+    if _are_apart(each_of(workload)):
+        for_each = [predicting(each, device, progress=progress) for each in each_of(workload)]
+        names = [each.name for each in each_of(workload)]
 
         def of_several(plans: Iterable[Plan | str] | None) -> list[Prediction]:
             asked = None if plans is None else list(plans)

@@ -148,6 +148,9 @@ def test_export(made: Cell) -> None:
     assert "num_processes: 3\n" in made("%memfit export accelerate --scale zero3 --nproc=3").out
     assert "--nproc-per-node 2 " in made("%memfit export fsdp2 --scale fsdp2 --checkpoint").out
     assert made("%memfit export").out.startswith("# memlab plan: --accumulate 2\nimport torch")
+    for flags in ('--checkpoint "budget:2 GiB" --bf16', '"--checkpoint budget:2GiB --bf16"'):
+        assert made(f"%memfit export torch {flags}").out.startswith("# memlab plan: --checkpoint budget:2GiB --bf16\n")
+    assert "--nproc-per-node 4 " in made('%memfit export torch "--scale ddp --nproc 4"').out
 
 
 def test_compare_leaves_everything_as_it_was(shell: Any, cell: Cell) -> None:

@@ -24,6 +24,7 @@ from memlab.jupyter.display import PredictedPlans
 from memlab.jupyter.flags import PREDICT_FLAGS
 from memlab.jupyter.parser import predict_options
 from memlab.live.control import control_of
+from memlab.measuring.runs import each_of
 from memlab.plan import Plan, Precision
 from memlab.plan.space import plan_space
 from memlab.predicting import predict_all
@@ -73,7 +74,7 @@ class Oracle:
             raise self.error
         name = gpu(device).name if device else None
         wanted = [Plan.parse(text) for text in PLANS] if plans is None else list(plans)
-        self.workloads.append(workload)
+        self.workloads += each_of(workload)
         self.measured.append(measured)
         self.asked += [plan.label for plan in wanted]
         if progress is not None:
@@ -98,7 +99,7 @@ class Oracle:
     def find_plan(self, workload: Workload, budget: str, **options: Any) -> FoundPlan:
         plan, predictions = self.choose_plan(workload, 32 * KIB)
         row = Measurement(plan.label, "CPU ledger", 22 * KIB, None, 0, {}, (), (0.01, 0.01), 12, 0)
-        return FoundPlan(workload.describe(), 32 * KIB, plan, row, (row,), tuple(predictions))
+        return FoundPlan(each_of(workload)[0].describe(), 32 * KIB, plan, row, (row,), tuple(predictions))
 
     def save_snapshot(
         self, path: str, workload: Workload, plan: Plan, device: str | None = None, *, measured: bool

@@ -196,6 +196,11 @@ def test_a_plan_alone_is_predicted_as_among_others(small_gpt2: Workload) -> None
         assert predict(small_gpt2, Plan.parse(flags)) == among_others
 
 
+def test_one_workload_is_what_a_list_of_one_is(small_gpt2: Workload) -> None:
+    assert predict([small_gpt2], "--checkpoint") == predict(small_gpt2, "--checkpoint")
+    assert predict_all([small_gpt2], plans=["", "--bf16"]) == predict_all(small_gpt2, plans=["", "--bf16"])
+
+
 def test_the_order_of_plans_changes_nothing(small_gpt2: Workload) -> None:
     plans = ["--accumulate 4 --bf16", "", "--accumulate 2", "--checkpoint --accumulate 8"]
     forth = predict_all(small_gpt2, plans=plans)
