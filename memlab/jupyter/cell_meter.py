@@ -98,11 +98,13 @@ class CellMeter(Observer):
                 watching.append(RetryWatch(session.log.note, device=session.workload.device))
         elif taken.number:
             watching.append(_Beside(meter, taken.number, self))
+        # a model in the place of the first may begin under another plan than that one has come to
+        is_other_plan = taken.number == 1 and self.plans[-1:] != (session.plan,)
         for observer in (*watching, taken.largest, self._errors):
             session.observers.add(observer)
             taken.undo.callback(session.observers.remove, observer)
-            if is_first:
-                session.observers.tell_one(observer, "plan_changed", session.plan)
+            if is_other_plan:
+                session.observers.tell_one(observer, observer.plan_changed, session.plan)
         return meter
 
     def _new_meter(self) -> Meter:

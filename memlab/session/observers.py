@@ -56,16 +56,12 @@ class Observers:
             concerned = (one for one in self.all if getattr(type(one), moment) is not nothing)
             hearers = self._hearers[moment] = [(one, getattr(one, moment)) for one in concerned]
         for observer, hear in hearers:
-            try:
-                hear(*args)
-            except Exception as error:
-                if not self._steps_aside(observer, error):
-                    raise
+            self.tell_one(observer, hear, *args)
 
-    def tell_one(self, observer: Observer, moment: str, *args: Any) -> None:
-        """Tell one of them alone, as in `tell`."""
+    def tell_one(self, observer: Observer, hear: Callable[..., None], *args: Any) -> None:
+        """Tell one of them alone, as in `tell`, by a method of its own."""
         try:
-            getattr(observer, moment)(*args)
+            hear(*args)
         except Exception as error:
             if not self._steps_aside(observer, error):
                 raise

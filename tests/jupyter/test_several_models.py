@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from memlab.live.control import control_of
 from memlab.records import LOOP, Category
 from memlab.records.live_state import Activity
+from memlab.records.run_record import RunRecord
 from memlab.session import session_of, sessions
 from tests.helpers.stages import Later
 from tests.jupyter.conftest import Cell
@@ -44,6 +46,29 @@ def test_parts_of_each_model_add_up_to_the_breakdown(shell: Any, cell: Cell) -> 
     table = [line.split() for line in ran.out.splitlines()]
     assert next(t for t in table if "gradients" in t)[:6] == ["plan", "at", "the", "peak", "parameters", "gradients"]
     assert "at the peak" in comparison._repr_html_()
+
+
+def test_steps_of_a_model_in_the_place_of_another_are_those_of_its_own_plan(
+    shell: Any, cell: Cell, tmp_path: Path
+) -> None:
+    cell(SETUP)
+    cell("""
+def train(*asked):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for plan in (None, *asked):
+        if plan is not None:
+            get_ipython().run_line_magic("memfit", plan)
+        for _ in range(3):
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+""")
+    assert cell("%%memfit\ntrain('--accumulate 2')\nkept = train()").error is None
+    cell(f"%memfit record {tmp_path / 'run.json'}")
+    steps = RunRecord.load(tmp_path / "run.json").steps
+    assert [step.plan for step in steps] == ["as written"] * 3 + ["--accumulate 2"] * 3 + ["as written"] * 3
 
 
 @pytest.mark.parametrize("flag", ["--model G,D", "--model G --model D", "--model D"])
