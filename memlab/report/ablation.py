@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 from memlab.records import Measurement
 from memlab.records.ablation import Ablation, Step
-from memlab.records.comparison import has_left_interval
 from memlab.report.segments import segments
 from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
-from memlab.report.tables import predicted_speed
-from memlab.report.wording import NOTHING, bytes_or_nothing, change, mark_means, peak, predicted, rate, speed
+from memlab.report.tables import predicted_peak, predicted_speed
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, mark_means, peak, rate, speed
 from memlab.units import format_bytes
 
 PEAK = "peak allocated"
@@ -48,7 +47,7 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
     return wanted(
         Column[Step]("technique", technique, ColumnKind.PLAN),
         Column(PEAK, _of_measured(peak, "refused"), bar=_memory_bar, group="memory"),
-        Column("predicted", _predicted_peak, group="memory",
+        Column("predicted", lambda step: predicted_peak(step.row.prediction, step.row.ran), group="memory",
                is_wanted=any(each.prediction for each in ablation.rows)),
         Column("vs before", lambda step: change(step.memory_before), group="memory"),
         Column("vs first", lambda step: change(step.memory_first), group="memory"),
@@ -117,14 +116,6 @@ def _batch_words(measurement: Measurement) -> str:
 
 def _of_measured(write: Callable[[Measurement], str], refused: str = NOTHING) -> Callable[[Step], str]:
     return lambda step: write(step.row.measurement) if step.row.measurement is not None else refused
-
-
-def _predicted_peak(step: Step) -> str:
-    prediction, ran = step.row.prediction, step.row.ran
-    if prediction is None:
-        return NOTHING
-    is_off = ran is not None and has_left_interval(ran, prediction)
-    return predicted(format_bytes(prediction.peak_allocated_bytes), came_otherwise=is_off)
 
 
 def _predicted_speed(ablation: Ablation, step: Step) -> str:

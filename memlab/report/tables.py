@@ -36,7 +36,8 @@ def comparison(compared: Comparison) -> Table:
         Column("device", lambda each: each.measurement.device, ColumnKind.WORDS,
                is_wanted=len({m.device for m in measurements}) > 1),
         Column("peak allocated", lambda each: peak(each.measurement), bar=lambda each: Bar(segments(each.measurement))),
-        Column("predicted", _predicted, is_wanted=any(each.prediction for each in rows)),
+        Column("predicted", lambda each: predicted_peak(each.prediction, each.measurement),
+               is_wanted=any(each.prediction for each in rows)),
         Column("vs first", of_others(lambda each: change(each.memory_ratio)), is_wanted=not ranks),
         Column("peak reserved", lambda each: bytes_or_nothing(each.measurement.peak_reserved_bytes), is_wanted=reserved),
         Column("offloaded", lambda each: bytes_or_nothing(each.measurement.host_bytes or None),
@@ -55,12 +56,12 @@ def comparison(compared: Comparison) -> Table:
     return Table(compared.title, columns, written, compared.events, _of_models(measurements))
 
 
-def _predicted(each: Compared) -> str:
-    """The peak that was predicted; marked where the measured one is outside of the interval."""
-    if each.prediction is None:
+def predicted_peak(prediction: Prediction | None, measurement: Measurement | None) -> str:
+    """Write the peak that was predicted; marked where the measured one is outside of the interval."""
+    if prediction is None:
         return NOTHING
-    is_off = has_left_interval(each.measurement, each.prediction)
-    return predicted(format_bytes(each.prediction.peak_allocated_bytes), came_otherwise=is_off)
+    is_off = measurement is not None and has_left_interval(measurement, prediction)
+    return predicted(format_bytes(prediction.peak_allocated_bytes), came_otherwise=is_off)
 
 
 def _of_models(measurements: Sequence[Measurement]) -> tuple[Table, ...]:
