@@ -14,7 +14,6 @@ What travels:
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -54,25 +53,21 @@ def shows_widgets() -> bool:
 
 
 class PanelPage:
-    """A panel's widget for as long as it is open; any thread may show a moment in it.
+    """A panel's widget, until it is closed; one thread at a time shows a moment in it.
 
     It keeps the plain values it showed last, and nothing of the moments it was shown.
     """
 
     def __init__(self, fixed: Mapping[str, Any]) -> None:
         require_widgets()
-        self._lock = threading.RLock()
-        self._closed = False
         self._key: object = None
         self._map = predicted(_NOTHING)
         self.widget = _widget_class()(fixed=dict(fixed), figure=drawing(_NOTHING))
 
     def show(self, **state: Any) -> None:
         """Set parts of the state; what is as it was is not sent."""
-        with self._lock:
-            if not self._closed:
-                for name, value in state.items():
-                    setattr(self.widget, name, value)
+        for name, value in state.items():
+            setattr(self.widget, name, value)
 
     def show_figure(self, moment: Moment) -> None:
         self.show(figure=drawing(moment, self._predicted(moment)))
@@ -88,13 +83,10 @@ class PanelPage:
         return self._map
 
     def close(self) -> None:
-        """Take the panel off the page; a second time does nothing."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._key = None
-                self.widget.layout.close()  # a widget of its own
-                self.widget.close()
+        """Take the panel off the page."""
+        self._key = None
+        self.widget.layout.close()  # a widget of its own
+        self.widget.close()
 
 
 def _packed(figure: dict[str, Any], _widget: object) -> dict[str, Any]:
