@@ -29,6 +29,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.runtime.lifetimes import is_shared
@@ -203,7 +204,9 @@ class Gradual(TorchFunctionMode):
 
     def _note_choice(self, func: Any, arguments: Any, given: list[torch.Tensor], result: Any) -> None:
         """Rule 6: whether what was made has its dtype by the factory's choice."""
-        named = func is _CASTS.get(self._wide_dtype) or any(value is self._wide_dtype for value in _values(arguments))
+        named = func is _CASTS.get(self._wide_dtype) or any(
+            value is self._wide_dtype for value in tree_leaves(arguments)
+        )
         # as in type promotion, tensors without dimensions have no say beside others
         voices = [tensor for tensor in given if tensor.dim()] or given
         if not named and not any(tensor in self._chosen for tensor in voices):
@@ -237,19 +240,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _values(nested: Any) -> Iterator[Any]:
-    """Return every value in nested tuples, lists and dictionaries."""
-    if isinstance(nested, dict):
-        nested = nested.values()
-    elif not isinstance(nested, (tuple, list)):
-        yield nested
-        return
-    for item in nested:
-        yield from _values(item)
-
-
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    return (value for value in _values(nested) if isinstance(value, torch.Tensor))
+    return (value for value in tree_leaves(nested) if isinstance(value, torch.Tensor))
 
 
 @contextmanager
