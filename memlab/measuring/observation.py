@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from memlab.records import AllocEvent, Category, Phase, TimelinePoint, thin, timeline_of
+from memlab.records import Category, Phase, TimelinePoint, thin
 
 # Moments in which a storage is made or freed; RECOMPUTE is a checkpoint's forward inside backward. Plain integers for the
 # hot path, where looking up a member of an enum costs as much as the rest.
@@ -36,20 +36,6 @@ class Observation:
     owners: Mapping[int, int] = field(default_factory=dict)
 
     @property
-    def events(self) -> tuple[AllocEvent, ...]:
-        """Births and deaths in order, each with its category."""
-        categories = self.categories
-        return tuple(
-            AllocEvent(
-                seconds=seconds - self.start,
-                size_bytes=size_bytes,
-                category=categories.get(number, Category.TEMPORARIES),
-                phase=PHASES[moment],
-            )
-            for seconds, size_bytes, number, moment in self.raw
-        )
-
-    @property
     def baseline_bytes(self) -> dict[Category, int]:
         categories = self.categories
         summed: dict[Category, int] = {}
@@ -59,8 +45,14 @@ class Observation:
         return summed
 
     def timeline(self) -> tuple[TimelinePoint, ...]:
-        """Live bytes by category over the step, thinned."""
-        return thin(timeline_of(self.events, self.baseline_bytes))
+        """Live bytes by category over the step, one point for each birth and death, thinned."""
+        live = {str(category): size for category, size in self.baseline_bytes.items() if size}
+        points = [TimelinePoint(0.0, Phase.OTHER, dict(live))]
+        for seconds, size_bytes, number, moment in self.raw:
+            category = self.categories.get(number, Category.TEMPORARIES)
+            live[category] = live.get(category, 0) + size_bytes
+            points.append(TimelinePoint(seconds - self.start, PHASES[moment], dict(live)))
+        return thin(points)
 
     def parts(self) -> dict[int, dict[str, int]]:
         """Live bytes at the peak, by owner and category; 0 owns what is no model's."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from memlab.records.measurement import (
     LOOP,
-    AllocEvent,
     Category,
     Measurement,
     Phase,
@@ -21,7 +20,6 @@ from memlab.records.measurement import (
     out_of_memory,
     ratio,
     thin,
-    timeline_of,
 )
 from memlab.records.prediction import (
     Fit,
@@ -34,7 +32,6 @@ from memlab.records.prediction import (
 
 __all__ = [
     "LOOP",
-    "AllocEvent",
     "Category",
     "Fit",
     "Measurement",
@@ -52,5 +49,4 @@ __all__ = [
     "ratio",
     "speed_of",
     "thin",
-    "timeline_of",
 ]

@@ -73,16 +73,6 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class AllocEvent:
-    """A storage that is born (positive bytes) or freed (negative bytes)."""
-
-    seconds: float  # time since the observation began
-    size_bytes: int  # bytes gained or lost
-    category: Category  # what the storage is for, known once the step is over
-    phase: Phase  # what ran when it happened
-
-
-@dataclass(frozen=True)
 class TimelinePoint:
     """Live bytes by category at one moment of a step."""
 
@@ -93,16 +83,6 @@ class TimelinePoint:
     @property
     def total_bytes(self) -> int:
         return sum(self.live_bytes.values())
-
-
-def timeline_of(events: Sequence[AllocEvent], baseline_bytes: Mapping[Category, int]) -> list[TimelinePoint]:
-    """Add up events on top of what was live before the first one: one point per event."""
-    live = {str(category): size for category, size in baseline_bytes.items() if size}
-    points = [TimelinePoint(0.0, Phase.OTHER, dict(live))]
-    for event in events:
-        live[event.category] = live.get(event.category, 0) + event.size_bytes
-        points.append(TimelinePoint(event.seconds, event.phase, dict(live)))
-    return points
 
 
 def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoint, ...]:

@@ -184,9 +184,9 @@ def film(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[F
         ledger.close()
         live = sum(seen.baseline.values())
         taken.seconds, taken.live_bytes = [0.0], [live]
-        for event in seen.events:
-            live += event.size_bytes
-            taken.seconds.append(event.seconds)
+        for seconds, size_bytes, _, _ in seen.raw:
+            live += size_bytes
+            taken.seconds.append(seconds - seen.start)
             taken.live_bytes.append(live)
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.measuring.device import CpuDevice
 from memlab.measuring.ledger import Ledger
-from memlab.measuring.observation import Observation
+from memlab.measuring.observation import BACKWARD, MOMENT_OF_PHASE, PHASES, Observation
 from memlab.plan import Tier
 from memlab.records import Category, Phase
 from memlab.techniques.offload.spill import Spill
@@ -30,6 +30,12 @@ def parameters_of(model):
 
 def gradients_of(model):
     return [(Category.GRADIENTS, p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def births_of(seen: Observation, category: Category, *phases: Phase) -> list[int]:
+    """Sizes of what was born for something, in these phases or in any."""
+    born = [event for event in seen.raw if event[1] > 0 and seen.categories.get(event[2]) is category]
+    return [size_bytes for _, size_bytes, _, moment in born if PHASES[moment] in (phases or PHASES)]
 
 
 def observed_step(ledger, model, optimizer, batch, run=None) -> Observation:
@@ -77,8 +83,8 @@ def test_state_born_in_the_first_step_is_optimizer_state():
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     observation = observed_step(Ledger(), model, optimizer, torch.randn(4, 64))
-    births = sum(e.size_bytes for e in observation.events if e.category is Category.OPTIMIZER_STATE)
-    assert births == 8 * count + 4 * len(list(model.parameters()))
+    births = births_of(observation, Category.OPTIMIZER_STATE)
+    assert sum(births) == 8 * count + 4 * len(list(model.parameters()))
 
 
 def test_activations_of_an_mlp_by_hand():
@@ -98,10 +104,21 @@ def test_peak_and_timeline_agree_to_the_byte():
     observation = observed_step(ledger, model, optimizer, torch.randn(4, 64))
     assert max(point.total_bytes for point in observation.timeline()) == observation.peak_bytes
     assert sum(CpuDevice().breakdown(observation.timeline(), None, None).values()) == observation.peak_bytes
-    lived = sum(observation.baseline_bytes.values()) + sum(e.size_bytes for e in observation.events)
+    lived = sum(observation.baseline_bytes.values()) + sum(size_bytes for _, size_bytes, _, _ in observation.raw)
     gc.collect()
     assert lived >= ledger.live_bytes
     ledger.close()
+
+
+def test_a_timeline_adds_births_and_deaths_to_what_was_there():
+    raw = ((1.1, 50, 3, MOMENT_OF_PHASE[Phase.FORWARD]), (1.2, 20, 4, BACKWARD), (1.3, -50, 3, BACKWARD))
+    what = {1: Category.PARAMETERS, 2: Category.GRADIENTS, 3: Category.ACTIVATIONS, 4: Category.GRADIENTS}
+    points = Observation(170, {1: 100, 2: 0}, raw, what, start=1.0).timeline()
+    assert [p.total_bytes for p in points] == [100, 150, 170, 120]
+    assert [p.seconds for p in points] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert [p.phase for p in points] == [Phase.OTHER, Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD]
+    assert points[0].live_bytes == {"parameters": 100}
+    assert points[-1].live_bytes == {"parameters": 100, "activations": 0, "gradients": 20}
 
 
 def test_the_profiler_sees_the_same_bytes_gained_by_a_forward():
@@ -132,11 +149,8 @@ def test_checkpointing_lowers_the_peak_and_recomputes_in_backward():
     saving = observed_step(Ledger(), model, optimizer, batch, by_halves)
     # half of the eight saved matrices are recomputed when needed; the cut and the gradient in flight stay
     assert plain.peak_bytes - saving.peak_bytes >= 2 * (4 * 256 * 32)
-    recomputed = [e for e in saving.events if e.phase is Phase.BACKWARD and e.category is Category.ACTIVATIONS]
-    assert sum(e.size_bytes > 0 for e in recomputed) >= 6
-    assert not any(
-        e.size_bytes > 0 and e.phase is Phase.BACKWARD and e.category is Category.ACTIVATIONS for e in plain.events
-    )
+    assert len(births_of(saving, Category.ACTIVATIONS, Phase.BACKWARD)) >= 6
+    assert births_of(plain, Category.ACTIVATIONS, Phase.BACKWARD) == []
 
 
 def test_forward_and_backward_inside_one_function_keep_their_categories():
@@ -280,7 +294,7 @@ def test_sparse_gradients_count_their_indices_and_values():
     with ledger:
         embedding(torch.tensor([1, 2, 3])).sum().backward()
         ledger.know(gradients_of(embedding))
-    assert sum(b for e in ledger.finish().events if e.category is Category.GRADIENTS for b in [e.size_bytes]) == 24 + 96
+    assert sum(births_of(ledger.finish(), Category.GRADIENTS)) == 24 + 96
     ledger.close()
 
 
@@ -315,7 +329,7 @@ def test_a_birth_past_the_capacity_is_refused_and_not_counted():
         "memlab CPU device out of memory. Tried to allocate 4.0 MiB. Capacity 1.0 MiB, of which 1020.1 KiB is free. "
         "3.9 KiB is held by 1 live storages."
     )
-    assert [e.size_bytes for e in ledger.finish().events] == [4000, 4000]
+    assert [size_bytes for _, size_bytes, _, _ in ledger.finish().raw] == [4000, 4000]
     del kept, again
     ledger.close()
 
@@ -380,4 +394,4 @@ def test_a_closed_ledger_forgets_everything():
     ledger.close()
     del kept
     assert ledger.live_bytes == 0
-    assert ledger.finish().events == ()
+    assert ledger.finish().raw == ()

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from memlab.errors import MemlabError
 from memlab.plan import Plan
 from memlab.records import (
-    AllocEvent,
-    Category,
     Phase,
     Prediction,
     StepRecord,
@@ -23,23 +21,9 @@ from memlab.records import (
     out_of_memory,
     prediction_of,
     thin,
-    timeline_of,
 )
 from memlab.records.comparison import Comparison, loss_drift, timed_anew
 from tests.records.examples import measured, point, predicted
-
-
-def test_a_timeline_adds_events_to_what_was_there() -> None:
-    events = [
-        AllocEvent(0.1, 50, Category.ACTIVATIONS, Phase.FORWARD),
-        AllocEvent(0.2, 20, Category.GRADIENTS, Phase.BACKWARD),
-        AllocEvent(0.3, -50, Category.ACTIVATIONS, Phase.BACKWARD),
-    ]
-    points = timeline_of(events, {Category.PARAMETERS: 100, Category.GRADIENTS: 0})
-    assert [p.total_bytes for p in points] == [100, 150, 170, 120]
-    assert points[0].live_bytes == {"parameters": 100}
-    assert points[-1].live_bytes == {"parameters": 100, "activations": 0, "gradients": 20}
-    assert points[1].live_bytes is not points[2].live_bytes
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=2000), st.integers(1, 300))

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from memlab.errors import TraceError
 from memlab.hardware.gpus import gpu
 from memlab.measuring.ledger import Ledger
+from memlab.measuring.observation import PHASES
 from memlab.records import Category, Phase
 from memlab.trace.cuda_attention import _RUN, Attention
 from memlab.trace.fast_fakes import FastFakes
@@ -108,7 +109,7 @@ def test_the_moment_is_that_of_the_phase(mode: FakeTensorMode, recorder: Recorde
         loss.backward()
         recorder.phase = Phase.STEP
         stepped = weight.detach() * 3
-    phases = [event.phase for event in recorder.finish().events if event.size_bytes > 0]
+    phases = [PHASES[moment] for _, size_bytes, _, moment in recorder.finish().raw if size_bytes > 0]
     assert phases[0] is Phase.FORWARD
     assert Phase.BACKWARD in phases
     assert phases[-1] is Phase.STEP
