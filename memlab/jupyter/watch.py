@@ -144,8 +144,12 @@ class CellWatch:
     def _session_of_one(self, workload: Workload) -> Session:
         """The session of a model with the plan on it; one beside others that it does not apply to is left as it is."""
         others = self.models.sessions
+        plan = None if self._is_chosen else self._plan
+        is_new = bool(others) and not self._is_chosen and session_of(workload.model) is None
+        if is_new and others[0].plan != (plan or Plan()):
+            plan = others[0].plan  # it has been changed since the cell began
         try:
-            return _session_for(workload, None if self._is_chosen else self._plan, others)
+            return _session_for(workload, plan, others)
         except RefusalError as refusal:
             if not others or session_of(workload.model) is not None:
                 raise

@@ -71,6 +71,22 @@ def train(*asked):
     assert [step.plan for step in steps] == ["as written"] * 3 + ["--accumulate 2"] * 3 + ["as written"] * 3
 
 
+@pytest.mark.parametrize("flags", ["", "--bf16"])
+def test_a_model_that_comes_late_has_the_plan_that_the_others_have_come_to(cell: Cell, flags: str) -> None:
+    cell(SETUP + GAN)
+    ran = cell(f"""%%memfit {flags}
+for model, optimizer in ((G, optG), (D, optD)):
+    for _ in range(3):
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if model is G:
+        get_ipython().run_line_magic("memfit", "--accumulate 2")
+""")
+    assert ran.error is None, ran.err
+    assert plans() == {"G": "--accumulate 2", "D": "--accumulate 2"}
+
+
 @pytest.mark.parametrize("flag", ["--model G,D", "--model G --model D", "--model D"])
 def test_a_plan_applies_to_those_that_are_named(shell: Any, cell: Cell, flag: str) -> None:
     cell(SETUP + GAN)
