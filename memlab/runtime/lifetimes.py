@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -81,6 +81,30 @@ class Departures(Generic[_T]):
         """Yield the notes of those that have gone since this was last asked, by one thread at a time."""
         while self._gone:
             yield self._notes.pop(id(self._gone.popleft()))[1]
+
+
+def called_while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a method as long as its object lives, and keeps it no longer; afterwards nothing is done.
+
+    Example:
+        >>> class Listener:
+        ...     def heard(self, what):
+        ...         return f"heard {what}"
+        >>> listener = Listener()
+        >>> call = called_while_alive(listener.heard)
+        >>> call("steps")
+        'heard steps'
+        >>> del listener
+        >>> call("nothing") is None
+        True
+    """
+    there = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = there()
+        return None if alive is None else alive(*args)
+
+    return call
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
-from memlab.runtime.lifetimes import gradient_is_held, overlap
+from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
@@ -208,8 +208,8 @@ class GradientRelease(Technique):
         if parameter.requires_grad and id(parameter) not in self._heard:
             self._heard.add(id(parameter))
             undo.callback(self._heard.discard, id(parameter))
-            method = weakref.WeakMethod(self._completed)  # hooks are no reason to keep a session
-            undo.callback(parameter.register_post_accumulate_grad_hook(partial(_told_to, method)).remove)  # type: ignore[no-untyped-call]
+            completed = called_while_alive(self._completed)  # hooks are no reason to keep a session
+            undo.callback(parameter.register_post_accumulate_grad_hook(completed).remove)  # type: ignore[no-untyped-call]
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         undo.callback(self._forget_optimizer, optimizer)
@@ -398,8 +398,8 @@ class GradientRelease(Technique):
         number = torch._C._current_graph_task_id()
         if number not in (-1, *self._passes):
             self._passes.add(number)
-            method = weakref.WeakMethod(self._pass_ended)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_told_to, method, number))
+            ended = called_while_alive(self._pass_ended)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(ended, number))
 
     def _pass_ended(self, number: int) -> None:
         with deferred_interrupts(), self._lock:
@@ -643,12 +643,6 @@ def _this_thread() -> object:
 
 def _is_own(hook: Any) -> bool:
     return type(getattr(hook, "__self__", None)).__module__.startswith("memlab.")
-
-
-def _told_to(method: weakref.WeakMethod[Any], said: Any) -> None:
-    alive = method()
-    if alive is not None:
-        alive(said)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ from memlab.techniques.offload.spill import Spill
 from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
 
 _Slot = tuple[nn.Module, str]
-_Hook = Callable[[Any], Any]
 
 # wrapper subclasses keep their data elsewhere
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
@@ -114,24 +114,17 @@ def fills_its_storage(tensor: torch.Tensor) -> bool:
 # --- what rests, and what of it is in use -----------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Resting:
-    """Values of a parameter off the device."""
-
-    stored: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class _Guest:
     """A parameter whose copy is on the device for a while."""
 
     parameter: nn.Parameter
-    resting: Resting
+    stored: torch.Tensor  # its values at rest
     copy: torch.Tensor
     version: int
 
     def leave(self, *, was_written: bool) -> None:
-        parameter, stored = self.parameter, self.resting.stored
+        parameter, stored = self.parameter, self.stored
         if storage_of(parameter) != storage_of(self.copy):
             return  # the model has put other data there
         with torch.inference_mode(False), torch.no_grad():
@@ -144,24 +137,24 @@ class _Guest:
 class _Known:
     """Whose values a storage on the device holds."""
 
-    resting: Resting
+    stored: torch.Tensor  # the same at rest
     dtype: torch.dtype
 
 
 class _Saved:
     """Note of what autograd saved of a copy: the parameter, and the view of it."""
 
-    __slots__ = ("__weakref__", "_dtype", "_geometry", "arrival", "previous", "resting")
+    __slots__ = ("__weakref__", "_dtype", "_geometry", "arrival", "previous", "stored")
 
-    def __init__(self, resting: Resting, tensor: torch.Tensor, previous: Callable[[], _Saved | None]) -> None:
-        self.resting = resting
+    def __init__(self, stored: torch.Tensor, tensor: torch.Tensor, previous: Callable[[], _Saved | None]) -> None:
+        self.stored = stored
         self._dtype = tensor.dtype
         self.previous = previous  # saved before, and needed after
         self.arrival: Ticket | None = None
         self._geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def restored(self, link: Link) -> torch.Tensor:
-        arrival, self.arrival = self.arrival or link.fetch(self.resting.stored), None
+        arrival, self.arrival = self.arrival or link.fetch(self.stored), None
         copy = arrival.wait()
         with torch.no_grad():
             return copy.to(self._dtype).as_strided(*self._geometry)
@@ -198,7 +191,7 @@ class BlockStreaming:
         self._slots = {id(block): list(slots_of(block)) for block in blocks}
         self._places = {id(block): place for place, block in enumerate(blocks)}
         self._blocks = list(blocks)
-        self._at_rest: dict[int, Resting] = {}  # by the storage at rest
+        self._at_rest: dict[int, torch.Tensor] = {}  # by the storage at rest
         self._copies: WhileAlive[_Known] = WhileAlive()  # of storages of copies that are in use
         self._in_use: set[int] = set()
         # by the storage at rest, what a forward has written to past its version (`.data`): seen in the first one of a block
@@ -217,16 +210,16 @@ class BlockStreaming:
         stored = room_for(self.spill, parameter)
         stored.copy_(parameter.detach())
         rests(stored, self.link.device)
-        self._at_rest[storage_of(stored)] = Resting(stored)
+        self._at_rest[storage_of(stored)] = stored
         self._most_ahead_bytes = max(self._most_ahead_bytes, stored.nbytes)
         parameter.data = stored
 
-    def forget(self, parameter: nn.Parameter) -> Resting | None:
-        """Stream a parameter no longer; what held its values, or None when it is not at rest here."""
-        return self._at_rest.pop(storage_of(parameter), None)
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Stream a parameter no longer."""
+        self._at_rest.pop(storage_of(parameter), None)
 
-    def resting(self, parameter: torch.Tensor) -> Resting | None:
-        """Return what holds the values of a parameter that is at rest."""
+    def resting(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor with the values of a parameter that is at rest; None where it is not."""
         # a transform of torch.func has put something in its place that has no storage
         is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(parameter)
         return None if is_wrapped else self._at_rest.get(storage_of(parameter))
@@ -257,12 +250,12 @@ class BlockStreaming:
         try:
             for guest in guests:
                 guest.parameter.data = guest.copy
-                self._copies.keep(guest.copy.untyped_storage(), _Known(guest.resting, guest.copy.dtype))
+                self._copies.keep(guest.copy.untyped_storage(), _Known(guest.stored, guest.copy.dtype))
             yield
         finally:
             for guest in guests:
                 self._copies.forget(guest.copy.untyped_storage())
-                guest.leave(was_written=storage_of(guest.resting.stored) in self._written)
+                guest.leave(was_written=storage_of(guest.stored) in self._written)
 
     @contextmanager
     def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -279,7 +272,7 @@ class BlockStreaming:
                 use.enter_context(_noting(self._noted, self._restored))
             yield
         for guest in guests:
-            if storage_of(guest.parameter) == storage_of(guest.resting.stored) and is_shared(guest.copy):
+            if storage_of(guest.parameter) == storage_of(guest.stored) and is_shared(guest.copy):
                 guest.parameter.data = guest.copy
 
     @contextmanager
@@ -297,7 +290,7 @@ class BlockStreaming:
         """Have a block's parameters on the device whenever it is called, until undone."""
         keep_out_of_copies(block, undo)
         undo.callback(block.register_forward_pre_hook(_Begins(self, block)).remove)
-        undo.callback(block.register_forward_hook(_Ends(self, block), always_call=True).remove)
+        undo.callback(block.register_forward_hook(partial(self._ended, block), always_call=True).remove)
 
     def begin(self, block: nn.Module) -> None:
         """A block is about to run its forward."""
@@ -321,6 +314,10 @@ class BlockStreaming:
                 begun, use = self._open.pop()
                 use.close()
 
+    def _ended(self, block: nn.Module, *_: Any) -> None:
+        with deferred_interrupts():
+            self.end(block)
+
     def pass_ended(self) -> None:
         """A forward or backward pass is over: nothing is on its way, and what is at rest may be read and written."""
         while self._open and torch._C._current_graph_task_id() == -1:  # a Ctrl-C passes hooks by
@@ -332,16 +329,16 @@ class BlockStreaming:
         """Copies of what is at rest among some parameters; nothing is changed yet, should memory run out."""
         found = [(p, r) for p in parameters if (r := self.resting(p)) is not None]
         arrivals: dict[int, Ticket] = {}
-        for _, resting in found:
-            key = storage_of(resting.stored)
+        for _, stored in found:
+            key = storage_of(stored)
             if key not in arrivals:
-                arrivals[key] = self._ahead.pop(key) if key in self._ahead else self.link.fetch(resting.stored)
+                arrivals[key] = self._ahead.pop(key) if key in self._ahead else self.link.fetch(stored)
         guests = []
-        for parameter, resting in found:
+        for parameter, stored in found:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 self.on_use(parameter)
-            copy = arrivals[storage_of(resting.stored)].wait()
-            guests.append(_Guest(parameter, resting, copy, -1 if parameter.is_inference() else parameter._version))
+            copy = arrivals[storage_of(stored)].wait()
+            guests.append(_Guest(parameter, stored, copy, -1 if parameter.is_inference() else parameter._version))
         return guests
 
     def _look_ahead(self, block: nn.Module) -> None:
@@ -352,9 +349,9 @@ class BlockStreaming:
         if not 0 <= place < len(self._blocks):
             return
         for parameter in _distinct(self._slots[id(self._blocks[place])]):
-            resting = self.resting(parameter)
-            if resting is not None:
-                self._ahead[storage_of(resting.stored)] = self.link.fetch(resting.stored)
+            stored = self.resting(parameter)
+            if stored is not None:
+                self._ahead[storage_of(stored)] = self.link.fetch(stored)
 
     def settles_after_backward(self) -> None:
         """Have `pass_ended` called when the backward pass that is under way is over; outside of one nothing."""
@@ -377,7 +374,7 @@ class BlockStreaming:
         known = self._copies.of(tensor.untyped_storage())
         if known is None or tensor.dtype is not known.dtype:
             return None
-        saved = _Saved(known.resting, tensor, self._newest)
+        saved = _Saved(known.stored, tensor, self._newest)
         self._newest = weakref.ref(saved)
         return saved
 
@@ -390,39 +387,26 @@ class BlockStreaming:
     def _fetch_earlier(self, saved: _Saved) -> None:
         """Begin to fetch what was saved before, up to the size of the largest parameter."""
         ahead_bytes, earlier = 0, saved.previous()
-        saved.arrival = saved.arrival or self.link.fetch(saved.resting.stored)
+        saved.arrival = saved.arrival or self.link.fetch(saved.stored)
         while earlier is not None and ahead_bytes < self._most_ahead_bytes:
-            ahead_bytes += earlier.resting.stored.nbytes
-            earlier.arrival = earlier.arrival or self.link.fetch(earlier.resting.stored)
+            ahead_bytes += earlier.stored.nbytes
+            earlier.arrival = earlier.arrival or self.link.fetch(earlier.stored)
             earlier = earlier.previous()
 
 
-class _BlockHook:
-    """A hook on a block."""
+class _Begins:
+    """Called before a block's forward."""
 
     def __init__(self, streaming: BlockStreaming, block: nn.Module) -> None:
-        self._block_streaming = streaming
-        self._block = block
-
-
-class _Begins(_BlockHook):
-    """Called before a block's forward."""
+        self._streaming, self._block = streaming, block
 
     def __call__(self, *_: Any) -> None:
         with deferred_interrupts():
-            self._block_streaming.begin(self._block)
+            self._streaming.begin(self._block)
 
     def in_use(self) -> AbstractContextManager[None]:
         """See `memlab.runtime.modules.in_use`."""
-        return self._block_streaming.in_use_again(self._block)
-
-
-class _Ends(_BlockHook):
-    """Called after it, also when it raised."""
-
-    def __call__(self, *_: Any) -> None:
-        with deferred_interrupts():
-            self._block_streaming.end(self._block)
+        return self._streaming.in_use_again(self._block)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -510,7 +494,7 @@ class _Writes(WatchingMode):
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = (self._copies.of(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs))
-        self._written.update(storage_of(each.resting.stored) for each in known if each is not None)
+        self._written.update(storage_of(each.stored) for each in known if each is not None)
         return func(*args, **kwargs)
 
 
@@ -538,9 +522,9 @@ class _Casts(TorchFunctionMode):
             return value
         known = self._copies.of(value.untyped_storage())
         # a part of a weight is cast to something that does not lie as the weight does
-        if known is None or value.numel() != known.resting.stored.numel() or not is_dense(value):
+        if known is None or value.numel() != known.stored.numel() or not is_dense(value):
             return value
         cast = value.to(dtype)
         if cast.stride() == value.stride():
-            self._copies.keep(cast.untyped_storage(), _Known(known.resting, dtype))
+            self._copies.keep(cast.untyped_storage(), _Known(known.stored, dtype))
         return cast

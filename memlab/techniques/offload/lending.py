@@ -13,7 +13,6 @@ Numbered rules of the mechanism:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -24,7 +23,7 @@ from torch import nn
 
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
 from memlab.runtime.callers import is_own_code
-from memlab.runtime.lifetimes import is_saved, is_shared
+from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
 from memlab.runtime.touch import SET_DATA, SET_GRAD, Watched, uses_values
 from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
 
@@ -73,7 +72,7 @@ class Lending(Watched):
 
     def holds_gradient(self, parameter: Parameter) -> bool:
         """Return whether the loop holds the gradient of a parameter."""
-        return id(parameter) in self._lent and _is_held_gradient(parameter)
+        return id(parameter) in self._lent and gradient_is_held(parameter)
 
     def visit_over(self, parameters: Sequence[torch.Tensor]) -> None:
         """Look after parameters again that were left for an update."""
@@ -146,7 +145,7 @@ class Lending(Watched):
                 elif not is_at_rest:
                     self._lent[id(parameter)] = parameter
                 elif parameter.grad is not None and parameter.grad.device == home:
-                    if _is_held_gradient(parameter):
+                    if gradient_is_held(parameter):
                         self._lent[id(parameter)] = parameter
                     else:
                         self._send_gradient(parameter)
@@ -169,30 +168,8 @@ def _may_leave(parameter: Parameter, home: torch.device) -> bool:
         and fills_its_storage(parameter)
         and not is_shared(parameter)
         and not is_saved(parameter)
-        and not _is_held_gradient(parameter)
+        and not gradient_is_held(parameter)
     )
-
-
-def _references(parameter: Parameter) -> int:
-    return sys.getrefcount(parameter.grad)
-
-
-def _unheld_references() -> int:
-    parameter = nn.Parameter(torch.empty(0, device="cpu"))
-    parameter.grad = torch.empty(0, device="cpu")
-    return _references(parameter)
-
-
-_UNHELD_REFERENCES = _unheld_references()
-
-
-def _is_held_gradient(parameter: Parameter) -> bool:
-    gradient = parameter.grad
-    if gradient is None:
-        return False
-    is_shared_now = is_shared(gradient)
-    del gradient
-    return is_shared_now or _references(parameter) > _UNHELD_REFERENCES
 
 
 def _is_alike(parameter: Parameter, gradient: Any) -> bool:

@@ -21,12 +21,12 @@ within a forward is lost.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added
 from memlab.runtime.buckets import group_of, is_separable
-from memlab.runtime.lifetimes import gradient_is_held, held_by_others, is_saved
+from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
@@ -48,7 +48,6 @@ from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
     Link,
-    Resting,
     fills_its_storage,
     room_for,
     slots_of,
@@ -210,7 +209,7 @@ class OffloadParams(Technique):
                 "device together for its step"
             )
 
-    @functools.cached_property
+    @cached_property
     def _held(self) -> set[int]:
         """`id`s of parameters at rest whose values the loop has as well, when the first comes back."""
         return held_by_others(self._parameters, self.host.aliases() + 1)
@@ -223,17 +222,17 @@ class OffloadParams(Technique):
         parameter.grad = stored
 
     def _bring_back(self, parameter: Parameter) -> None:
-        resting = self._streaming.resting(parameter)
+        stored = self._streaming.resting(parameter)
         link, gradient = self._streaming.link, parameter.grad
-        if resting is not None and resting.stored.device == link.device and id(parameter) in self._held:
+        if stored is not None and stored.device == link.device and id(parameter) in self._held:
             self._streaming.forget(parameter)  # the loop holds it, and would hold something else
             return
-        if resting is None:  # it has other data, or the loop holds what it was lent
+        if stored is None:  # it has other data, or the loop holds what it was lent
             if gradient is not None and gradient.device != parameter.device == link.device:
                 set_gradient(parameter, link.fetch(gradient).wait())
             return
         link.settle()
-        data = link.fetch(resting.stored).wait()
+        data = link.fetch(stored).wait()
         moved = None if gradient is None else link.fetch(gradient).wait()
         link.settle()
         self._streaming.forget(parameter)
@@ -272,9 +271,9 @@ class OffloadParams(Technique):
             self._lending.leave(parameters)
         try:
             for parameter in parameters:
-                resting = self._streaming.resting(parameter)
-                if resting is not None:
-                    visits.append(_Visit(parameter, resting, self._streaming.link, updates=updates))
+                stored = self._streaming.resting(parameter)
+                if stored is not None:
+                    visits.append(_Visit(parameter, stored, self._streaming.link, updates=updates))
                     self._visiting = self._visiting | {id(parameter)}
             yield
         finally:
@@ -324,13 +323,13 @@ class OffloadParams(Technique):
 class _Visit:
     """A parameter and its gradient, on the device for an update."""
 
-    def __init__(self, parameter: Parameter, resting: Resting, link: Link, *, updates: bool) -> None:
-        self._parameter, self._resting, self._link = parameter, resting, link
+    def __init__(self, parameter: Parameter, stored: torch.Tensor, link: Link, *, updates: bool) -> None:
+        self._parameter, self._stored, self._link = parameter, stored, link
         self._updates = updates
         self._gradient = self._kept = gradient = parameter.grad
-        self._data = link.fetch(resting.stored).wait()
+        self._data = link.fetch(stored).wait()
         # one that has just been made is on the device still
-        self._is_new = gradient is not None and gradient.device == self._data.device != resting.stored.device
+        self._is_new = gradient is not None and gradient.device == self._data.device != stored.device
         self._brought = gradient if updates else None
         if self._brought is not None and not self._is_new:
             self._brought = link.fetch(self._brought).wait()
@@ -341,7 +340,7 @@ class _Visit:
 
     def leave(self) -> None:
         """May be called again when it was interrupted."""
-        parameter, stored = self._parameter, self._resting.stored
+        parameter, stored = self._parameter, self._stored
         if parameter.device != self._data.device:  # the loop has moved it
             return
         if storage_of(parameter) != storage_of(stored):
@@ -396,10 +395,10 @@ class _Gradients:
         """Have the gradients of a parameter, or an alias of one, leave; harmless when that is so already."""
         if parameter in self._watched:
             return
-        complete = _when_complete(weakref.WeakMethod(self._is_complete))
+        complete = called_while_alive(self._is_complete)
         handles = [parameter.register_post_accumulate_grad_hook(complete)]  # type: ignore[no-untyped-call]
         if self._link.overlaps:
-            comes = _when_it_comes(weakref.WeakMethod(self._comes), weakref.ref(parameter))
+            comes = partial(called_while_alive(self._comes), weakref.ref(parameter))
             handles.append(parameter.register_hook(comes))  # type: ignore[no-untyped-call]
         self._watched[parameter] = handles
 
@@ -418,9 +417,10 @@ class _Gradients:
             if parameter.grad is None:
                 set_gradient(parameter, gradient)
 
-    def _comes(self, gradient: torch.Tensor | None, parameter: Parameter) -> None:
+    def _comes(self, referred: weakref.ref[Parameter], gradient: torch.Tensor | None) -> None:
         """Before a gradient is added: autograd cannot add across devices."""
-        if gradient is None or not is_added(torch._C._current_autograd_node()):
+        parameter = referred()
+        if parameter is None or gradient is None or not is_added(torch._C._current_autograd_node()):
             return
         self._adding.begin()
         if parameter.grad is None:
@@ -504,27 +504,6 @@ class _OneAtATime:
         if self._thread == threading.get_ident():
             self._thread = -1
             self._lock.release()
-
-
-def _when_complete(method: weakref.WeakMethod[Any]) -> Callable[[Parameter], None]:
-    # hooks are no reason to keep a session
-    def hook(parameter: Parameter) -> None:
-        alive = method()
-        if alive is not None:
-            alive(parameter)
-
-    return hook
-
-
-def _when_it_comes(
-    method: weakref.WeakMethod[Any], referred: weakref.ref[Parameter]
-) -> Callable[[torch.Tensor | None], None]:
-    def hook(gradient: torch.Tensor | None) -> None:
-        alive, parameter = method(), referred()
-        if alive is not None and parameter is not None:
-            alive(gradient, parameter)
-
-    return hook
 
 
 # --- which parameters -----------------------------------------------------------------------------

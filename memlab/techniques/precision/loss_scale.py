@@ -33,6 +33,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import are_batched
 from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.lifetimes import called_while_alive
 from memlab.runtime.workload import Workload
 
 FIRST_SCALE = 2.0**16
@@ -56,8 +57,8 @@ class LossScale:
         self._all: list[weakref.ref[nn.Parameter]] = []  # in the middle of a call others may stand in their places
         # hooks of parameters, which a graph may keep, are not to keep the model
         self._workload: Callable[[], Workload | None] = lambda: None
-        self._note: Callable[[], Callable[[str], None] | None] = lambda: None
-        self._withdraw: Callable[[], Callable[[RefusalError], bool] | None] = lambda: None
+        self._note: Callable[[str], None] = lambda _line: None
+        self._withdraw: Callable[[RefusalError], bool] = lambda _refusal: False
         self._name = ""
         # for each backward pass under way: nodes up to the calls, and those of the calls
         self._outside: list[_Nodes] = []
@@ -66,8 +67,8 @@ class LossScale:
         self, workload: Workload, note: Callable[[str], None], withdraw: Callable[[RefusalError], bool], undo: ExitStack
     ) -> None:
         """Unscale every parameter's gradient before it is accumulated; `withdraw` is `Host.withdraw`."""
-        self._name, self._workload, self._note = workload.name, weakref.ref(workload), weakref.WeakMethod(note)
-        self._withdraw = weakref.WeakMethod(withdraw)
+        self._name, self._workload = workload.name, weakref.ref(workload)
+        self._note, self._withdraw = called_while_alive(note), called_while_alive(withdraw)
         undo.callback(self._sums.clear)
         self._all = [weakref.ref(parameter) for parameter in workload.model.parameters()]
         undo.callback(self._unwatch)
@@ -211,8 +212,7 @@ class LossScale:
             )
         for gradient in gradients:
             gradient.zero_()
-        if (note := self._note()) is not None:
-            note("gradients were not finite: they were set to zero, as no optimizer's step could be skipped")
+        self._note("gradients were not finite: they were set to zero, as no optimizer's step could be skipped")
 
     def _refuse_both_ways(self) -> None:
         refusal = RefusalError(
@@ -221,8 +221,7 @@ class LossScale:
             "tensor that the call leaves elsewhere): --fp16 scales the one and not the other",
             "use --bf16",
         )
-        withdraw = self._withdraw()
-        if withdraw is None or not withdraw(refusal):
+        if not self._withdraw(refusal):
             raise refusal
 
     def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
