@@ -124,5 +124,21 @@ def test_a_spilled_tensor_is_an_ordinary_one(make: Callable[[], torch.Tensor]) -
     assert not is_spilled(copy.untyped_storage())
 
 
+@pytest.mark.parametrize(
+    ("tensor", "strides"),
+    [
+        (torch.arange(6.0).view(2, 3).t(), (1, 3)),
+        (torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), (48, 1, 12, 3)),
+        (torch.ones(5, 1, 3, 3).to(memory_format=torch.channels_last), (9, 1, 3, 1)),
+        (torch.ones(4, 6)[:, :3], (3, 1)),  # with gaps
+        (torch.ones(1, 3).expand(2, 3), (3, 1)),
+    ],
+)
+def test_a_spilled_tensor_is_laid_out_as_the_one_it_is_of(tensor: torch.Tensor, strides: tuple[int, ...]) -> None:
+    kept = Spill(Tier.DISK).store(tensor)
+    assert kept.stride() == strides
+    assert torch.equal(kept, tensor)
+
+
 def test_pages_are_whole() -> None:
     assert len(file_slab(_pool._GRANULARITY_BYTES + 1)) == 2 * _pool._GRANULARITY_BYTES

@@ -42,7 +42,7 @@ from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import WhileAlive, is_shared
 from memlab.runtime.stand_ins import keep_out_of_copies
-from memlab.techniques.offload.spill import Spill
+from memlab.techniques.offload.spill import Spill, is_dense
 from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
 
 _Slot = tuple[nn.Module, str]
@@ -90,20 +90,6 @@ class Link:
         """Wait until nothing at rest is read or written any more."""
         self._streams.settle()
         self._sent.clear()
-
-
-def room_for(spill: Spill, tensor: torch.Tensor) -> torch.Tensor:
-    """A spilled tensor with the shape, dtype and memory layout of another one."""
-    stored = spill.empty_like(tensor)
-    if stored.stride() == tensor.stride() or not is_dense(tensor):
-        return stored
-    return stored.view(-1).as_strided(tensor.shape, tensor.stride()).detach()
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements lie side by side, in whatever order."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return extent == tensor.numel()
 
 
 def fills_its_storage(tensor: torch.Tensor) -> bool:
@@ -207,8 +193,7 @@ class BlockStreaming:
 
     def send_away(self, parameter: nn.Parameter) -> None:
         """Put a parameter's values to rest."""
-        stored = room_for(self.spill, parameter)
-        stored.copy_(parameter.detach())
+        stored = self.spill.store(parameter)
         rests(stored, self.link.device)
         self._at_rest[storage_of(stored)] = stored
         self._most_ahead_bytes = max(self._most_ahead_bytes, stored.nbytes)

@@ -203,7 +203,7 @@ def _is_decoupled(group: dict[str, Any], optimizer: Optimizer) -> bool:
 
 
 def laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory in the layout that a tensor like the other one has.
+    """A dense tensor's memory in the layout that a tensor like the other one has.
 
     Example:
         >>> images = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)

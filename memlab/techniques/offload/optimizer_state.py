@@ -169,8 +169,7 @@ class OffloadOptimizer(Technique):
         if self._is_stepping and self._host_update(optimizer) is not None:
             return kept.tensor
         if self._is_stepping and self._is_in_file(parameter):
-            copy = self._spill(home_of(parameter)).empty_like(kept.tensor)
-            return laid_out_like(copy, _like(parameter, kept.tensor)).copy_(kept.tensor)
+            return self._spill(home_of(parameter)).store(kept.tensor)
         return (self._arriving.pop((parameter, name), None) or _fetched(parameter, kept)).wait()
 
     def _is_in_file(self, parameter: Parameter) -> bool:

@@ -49,7 +49,6 @@ from memlab.techniques.offload.block_streaming import (
     BlockStreaming,
     Link,
     fills_its_storage,
-    room_for,
     slots_of,
     storage_of,
 )
@@ -216,7 +215,7 @@ class OffloadParams(Technique):
 
     def _send_away(self, parameter: Parameter) -> None:
         gradient = parameter.grad
-        stored = None if gradient is None else room_for(self._streaming.spill, gradient).copy_(gradient.detach())
+        stored = None if gradient is None else self._streaming.spill.store(gradient)
         parameter.grad = None
         self._streaming.send_away(parameter)
         parameter.grad = stored
@@ -452,7 +451,7 @@ class _Gradients:
         if is_held or before is gradient or self._streaming.resting(parameter) is None:
             set_gradient(parameter, gradient)
             return
-        stored = room_for(self._spill, gradient) if before is None else before
+        stored = self._spill.empty_like(gradient) if before is None else before
         self._link.send(gradient, stored)
         parameter.grad = stored
         self._streaming.settles_after_backward()
@@ -470,7 +469,7 @@ class _Gradients:
         """Put the gradient of a parameter at rest there, whatever reads it first waits for it."""
         gradient = parameter.grad
         assert gradient is not None
-        stored = room_for(self._spill, gradient)
+        stored = self._spill.empty_like(gradient)
         self._link.send(gradient, stored)
         self._link.settle()
         parameter.grad = stored

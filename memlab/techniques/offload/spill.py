@@ -1,13 +1,14 @@
 """Tensors that live off the device: in host memory beside a GPU, or in a file beside the CPU.
 
-A spilled tensor stays an ordinary tensor with the same shape and dtype, so optimizer state that
+A spilled tensor stays an ordinary tensor with the same shape, dtype and layout, so optimizer state that
 holds one can still be read, saved and compared at any time. A fake tensor (of a prediction) is
 spilled to a fake one, which takes up nothing anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,20 +101,24 @@ class Spill:
         return self._files.held_bytes + (self._pinned.held_bytes if self._pinned else 0)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A spilled tensor with the shape and dtype of another one, not filled yet."""
+        """A spilled tensor with the shape, dtype and layout of another one, not filled yet; contiguous where that one has gaps."""
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         size_bytes = tensor.numel() * tensor.element_size()
+        shape = tensor.shape
+        strides = tensor.stride() if is_dense(tensor) else [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if isinstance(tensor, FakeTensor):
             with _births_are_spilled():
-                spilled = tensor.new_empty(tensor.shape)
+                spilled = tensor.new_empty_strided(shape, strides)
         elif self.tier is Tier.DISK:
-            spilled = _shaped(self._files.take(size_bytes), tensor)
+            spilled = _shaped(self._files.take(size_bytes), tensor, strides)
         elif self._pinned is not None and tensor.is_cuda:
-            spilled = _shaped(self._pinned.take(size_bytes), tensor)
+            spilled = _shaped(self._pinned.take(size_bytes), tensor, strides)
         else:
             with _births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
-                spilled = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+                spilled = torch.empty_strided(
+                    shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+                )
         self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
 
@@ -130,9 +135,27 @@ class Spill:
         self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
 
 
-def _shaped(region: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _shaped(region: torch.Tensor, tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     # no view: loops detach gradients in place before they zero them
-    return region.view(tensor.dtype).view(tensor.shape).detach()
+    return region.view(tensor.dtype).as_strided(tensor.shape, strides).detach()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie side by side, in whatever order.
+
+    Example:
+        >>> matrix = torch.ones(2, 3)
+        >>> is_dense(matrix.t()), is_dense(matrix[:, :2]), is_dense(matrix[:1].expand(2, 3))
+        (True, False, False)
+    """
+    if tensor.layout is not torch.strided:
+        return False
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != elements:
+            return False
+        elements *= size
+    return True
 
 
 class ParkedStates:
