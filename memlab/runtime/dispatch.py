@@ -106,6 +106,29 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     return [t for t in tree_leaves(written) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
 
 
+class WritesWatch(WatchingMode):
+    """Tells of tensors that operators have written to.
+
+    Example:
+        >>> written = []
+        >>> tensor = torch.ones(2)
+        >>> with WritesWatch(written.append):
+        ...     other = tensor.add(1).mul_(2)
+        >>> len(written), other.data_ptr() == written[0].data_ptr()
+        (1, True)
+    """
+
+    def __init__(self, told: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in written_by(func, args, kwargs):
+            self._told(tensor)
+        return result
+
+
 class StorageWatch(WatchingMode):
     """Tells of operators that are about to write to some storages."""
 

@@ -100,17 +100,18 @@ def asks_for_gradient(tensor: torch.Tensor, inputs: Sequence[Any] | None = None)
     return "retain_grad" if tensor.retains_grad else "register_hook" if tensor._backward_hooks else ""
 
 
-def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves that a backward pass from some tensors gives gradients to.
+def leaves_of(roots: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the leaves that a backward pass from some tensors or gradient edges gives gradients to.
 
     Example:
         >>> weight, rows = torch.ones(2, requires_grad=True), torch.ones(2)
         >>> [leaf is weight for leaf in leaves_of([weight * rows])]
         [True]
     """
-    found = [*tensors]
+    found = [*roots]
     ends = (getattr(node, "variable", None) for node in nodes_of(found))
-    return [*(each for each in ends if each is not None), *(each for each in found if each.grad_fn is None)]
+    alone = (each for each in found if isinstance(each, torch.Tensor) and each.grad_fn is None)
+    return [*(each for each in ends if each is not None), *alone]
 
 
 def runs_code_of_the_users(tensors: Iterable[torch.Tensor]) -> bool:

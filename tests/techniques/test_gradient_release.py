@@ -493,6 +493,11 @@ def differentiated(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     torch.autograd.grad(loss_of(model, step), next(model.parameters()))
 
 
+def differentiated_at_an_edge(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    edge = torch.autograd.graph.get_gradient_edge(loss_of(model, step))
+    torch.autograd.grad(edge, next(model.parameters()))
+
+
 CLIPS = (
     "gradients: the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is "
     "over{}; leave that out, or leave --release-grads out"
@@ -500,6 +505,9 @@ CLIPS = (
 USES = (
     "gradients: the loop uses gradients between backward() and optimizer.step(){where}, when they are gone{{}}; "
     "leave --release-grads out"
+)
+DIFFERENTIATES = (
+    "gradients: the loop calls autograd.grad() between backward() and optimizer.step(){}; leave --release-grads out"
 )
 REFUSED: dict[Any, str] = {
     clipped: CLIPS,
@@ -510,7 +518,8 @@ REFUSED: dict[Any, str] = {
     written_to: USES.format(where=" (in written_to of tests)"),
     skipped: "gradients: the loop drops gradients after backward() without a step{}; leave --release-grads out",
     evaluated: "gradients: the loop calls the model between backward() and step(), when weights are others{}; leave --release-grads out",
-    differentiated: "gradients: the loop calls autograd.grad() between backward() and optimizer.step(){}; leave --release-grads out",
+    differentiated: DIFFERENTIATES,
+    differentiated_at_an_edge: DIFFERENTIATES,
     rescheduled: (
         "gradients: the loop changes the optimizer's settings (its learning rate?) between backward() and step(){}; "
         "change them before backward() or after step()"

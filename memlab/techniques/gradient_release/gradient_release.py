@@ -55,11 +55,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of, size_of
+from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap
 from memlab.runtime.own_steps import is_own_step
@@ -559,21 +561,14 @@ class GradientRelease(Technique):
             raise refusal
         self._refuse(reason, reasons.LEAVE_OUT)
 
-    def _differentiated(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> None:
+    def _differentiated(self, outputs: Any) -> None:
         """The loop asks for gradients of its own, perhaps through weights that would be updated by then."""
-        seen: set[Any] = {None}
-        waiting = [out.grad_fn for out in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)]
-        while waiting and self._complete and not self._is_withdrawn:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if id(getattr(node, "variable", None)) in self._complete:
-                self._refuse(
-                    "the loop calls autograd.grad() between backward() and optimizer.step()", reasons.LEAVE_OUT
-                )
-                return
-            waiting += [each for each, _ in node.next_functions]  # type: ignore[union-attr]
+        if not self._complete or self._is_withdrawn:
+            return
+        # a tensor, a gradient edge, which is a tuple by itself, or several of either
+        is_one = isinstance(outputs, (torch.Tensor, GradientEdge))
+        if any(id(leaf) in self._complete for leaf in leaves_of([outputs] if is_one else outputs)):
+            self._refuse("the loop calls autograd.grad() between backward() and optimizer.step()", reasons.LEAVE_OUT)
 
     def _refuse_look(self, reason: str) -> None:
         """Refuse what `_refuse` does, from another cell: what is under way goes on as if there had been no look."""

@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.runtime.dispatch import WatchingMode, never_compile, written_by
+from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.workload import Workload
@@ -230,12 +230,13 @@ class _Packing:
         stored = self._stored_whole(tensor, storage)
         return _Parked(stored, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def is_written(self, storage: torch.UntypedStorage) -> None:
+    def is_written(self, tensor: torch.Tensor) -> None:
         """Send what is written to after it was saved once more.
 
         Writes through `.data` count no version, and backward reads what they have written. Where the version counts them, torch
         lets nothing read what was saved before.
         """
+        storage = tensor.untyped_storage()
         again = [
             (seen.stored(), _bytes_in(storage))
             for (key, _), seen in self._seen.items()
@@ -244,8 +245,8 @@ class _Packing:
         for there, (dtype, *view), alone in self._alone:
             whole = there()
             if whole is not None and whole._cdata == storage._cdata:
-                tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
-                again.append((alone(), _bytes_in(tensor.clone().untyped_storage())))
+                part = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
+                again.append((alone(), _bytes_in(part.clone().untyped_storage())))
         for stored, source in again:
             if stored is not None:
                 self.writes_later = True
@@ -313,20 +314,6 @@ def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
     return saved.bring_back() if isinstance(saved, _Parked) else saved
 
 
-class _Writes(WatchingMode):
-    """Tells of operators that write to what a forward pass has saved."""
-
-    def __init__(self, packing: _Packing) -> None:
-        super().__init__()
-        self._packing = packing
-
-    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        for tensor in written_by(func, args, kwargs):
-            self._packing.is_written(tensor.untyped_storage())
-        return result
-
-
 # --- the technique --------------------------------------------------------------------------------
 
 
@@ -391,7 +378,8 @@ class OffloadActivations(Technique):
         passage = _Passage(self._spill, reads_in_place=True) if in_place else _CopiedPassage(self._spill)
         packing = _Packing(passage, staying)
         watched = not self._is_twin and (self._writes_later or self._calls < _CALLS_WATCHED)
-        with torch.autograd.graph.saved_tensors_hooks(packing, _unpack), _Writes(packing) if watched else nullcontext():
+        watching = WritesWatch(packing.is_written) if watched else nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(packing, _unpack), watching:
             output = call(*args, **kwargs)
         self._calls += 1
         self._writes_later |= packing.writes_later

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.autocast import without_cached_casts
-from memlab.runtime.dispatch import WatchingMode, written_by
+from memlab.runtime.dispatch import WritesWatch
 from memlab.runtime.graphs import is_transformed, why_as_written
 from memlab.runtime.homes import rests
 from memlab.runtime.interrupts import deferred_interrupts
@@ -288,8 +288,12 @@ class BlockStreaming:
                     use.enter_context(_Casts(self._copies, self.link.device))
                 if id(block) not in self._watched:
                     self._watched.add(id(block))
-                    use.enter_context(_Writes(self._copies, self._written))
+                    use.enter_context(WritesWatch(self._is_written))
             self._open.append((id(block), use.pop_all()))
+
+    def _is_written(self, tensor: torch.Tensor) -> None:
+        if (known := self._copies.of(tensor.untyped_storage())) is not None:
+            self._written.add(storage_of(known.stored))
 
     def end(self, block: nn.Module) -> None:
         """A block has run its forward, or broken off; likewise those within it that were interrupted."""
@@ -468,19 +472,6 @@ _PRODUCTS = frozenset(
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-class _Writes(WatchingMode):
-    """Notes what is at rest of copies that are written to."""
-
-    def __init__(self, copies: WhileAlive[_Known], written: set[int]) -> None:
-        super().__init__()
-        self._copies, self._written = copies, written
-
-    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = (self._copies.of(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs))
-        self._written.update(storage_of(each.stored) for each in known if each is not None)
-        return func(*args, **kwargs)
 
 
 class _Casts(TorchFunctionMode):
