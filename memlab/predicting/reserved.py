@@ -13,7 +13,7 @@ from typing import Any
 
 from memlab.allocator import Allocator, Block, Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES, round_up
-from memlab.predicting.plan_predictor import Applied, Parts
+from memlab.predicting.plan_predictor import Parts
 from memlab.predicting.segments import ACTIVATIONS, OUTSIDE, PLACE, Event
 from memlab.records import Category
 
@@ -76,21 +76,14 @@ class Player:
 class Script:
     """Requests of steps to the allocator."""
 
-    inputs: Iterable[int]  # sizes of the batch's tensors, in bytes
-    owned: Mapping[int, int]  # sizes of what lives throughout, by number in the last stretch
-    state: Mapping[int, int]  # sizes of optimizer state, likewise
+    parts: Parts  # the steps; sizes of what lives outside of the stretches are theirs
     passes: Sequence[Events]  # stretches of a step but the last
     last: Events  # the last stretch, which may replace what is owned
     # what libraries allocate once, by stretch of the first step: after which storage's birth (None for at once), and
     # sizes in bytes
     workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
     look: Events = ()  # what comes once, before or in the first step (`Parts.look`)
-    empties_cache: bool = False  # after that look
-    applied: Applied | None = None  # how the plan was applied, where that matters
     first: Events | None = None  # the last stretch of the first step, where it creates the optimizer's state
-    has_state: bool = False  # whether there is optimizer state before the first step; otherwise its update creates it
-    # sizes of what the pass of the next step ends, as gradients that a loop drops after its forward, by number there
-    carried: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,20 +121,8 @@ def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
         if parts.look is not None and in_backward in parts.look.products:
             place, stretch = _LOOK, parts.look
         taken.setdefault(place, []).append((stretch.products.get(in_backward), size_bytes))
-    return Script(
-        parts.inputs,
-        parts.owned,
-        parts.state,
-        passes,
-        last,
-        taken,
-        look,
-        parts.empties_cache,
-        applied=parts.applied,
-        first=None if parts.first_update is None else parts.first_update.events,
-        has_state=parts.has_state,
-        carried=parts.carried,
-    )
+    first = None if parts.first_update is None else parts.first_update.events
+    return Script(parts, passes, last, taken, look, first)
 
 
 def _until_settled(allocator: Allocator) -> Iterator[int]:
@@ -157,19 +138,20 @@ def _until_settled(allocator: Allocator) -> Iterator[int]:
 
 def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) -> None:
     """Let steps be served."""
-    held = _born(player, script.owned if script.applied is None else script.applied.before, Category.PARAMETERS)
-    for size_bytes in filter(None, script.inputs):
+    parts, applied = script.parts, script.parts.applied
+    held = _born(player, parts.owned if applied is None else applied.before, Category.PARAMETERS)
+    for size_bytes in filter(None, parts.inputs):
         player.born(size_bytes, ACTIVATIONS)
-    if script.applied is not None:
-        Player.play(player, script.applied.events, held)  # no stretch of a step, which takes time
-        held = dict(zip(script.owned, (held.pop(number) for number in script.applied.after), strict=True))
+    if applied is not None:
+        Player.play(player, applied.events, held)  # no stretch of a step, which takes time
+        held = dict(zip(parts.owned, (held.pop(number) for number in applied.after), strict=True))
         player.plan_applied()
-    if script.has_state:
-        held |= _born(player, script.state, Category.OPTIMIZER_STATE)
+    if parts.has_state:
+        held |= _born(player, parts.state, Category.OPTIMIZER_STATE)
     if script.look:
         player.begin(0, _LOOK)
         _end(player, _played(player, script.look, script.workspaces.get(_LOOK, ())).values())
-        if script.empties_cache:
+        if parts.empties_cache:
             player.cache_emptied()
     carried: dict[int, Any] = {}
     for step in steps:
@@ -186,15 +168,15 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
                 outputs += [live.pop(number) for number in sorted(kept)]
             left += live.values()
         _end(player, outputs)
-        makes_state = step == 0 and not script.has_state
+        makes_state = step == 0 and not parts.has_state
         if makes_state and script.first is None:
-            held |= _born(player, script.state, Category.OPTIMIZER_STATE)
+            held |= _born(player, parts.state, Category.OPTIMIZER_STATE)
         last = script.first if makes_state and script.first is not None else script.last
         is_first = step == 0 and not script.passes
         held = _played(player, last, script.workspaces.get(0, ()) if is_first else (), held)
         # what an update leaves in place of what it found counts again from there
-        held, gone = _renumbered(held, {**script.owned, **script.state})
-        carried, left = _renumbered(dict(enumerate(left, -len(left))), script.carried)
+        held, gone = _renumbered(held, {**parts.owned, **parts.state})
+        carried, left = _renumbered(dict(enumerate(left, -len(left))), parts.carried)
         _end(player, [*left, *gone])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from memlab.allocator import Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
-from memlab.predicting.plan_predictor import Applied, PlanPredictor
+from memlab.predicting.plan_predictor import Applied, Parts, PlanPredictor
 from memlab.predicting.reserved import Player, Script, play_steps, reserved_by, script_of
-from memlab.predicting.segments import OUTSIDE
+from memlab.predicting.segments import NOTHING, OUTSIDE
 from tests.predicting.families import family
 
 MIB = 2**20
@@ -35,8 +36,14 @@ PASS: list[Event] = [
 UPDATE: list[Event] = [(2 * MIB, 9, TEMPORARIES, STEP), (-2 * MIB, 9, TEMPORARIES, STEP)]
 
 
-def script(passes: Sequence[Sequence[Event]] = (PASS,), last: Sequence[Event] = UPDATE, **given: object) -> Script:
-    return Script(inputs=(MIB,), owned={1: 2 * MIB}, state={2: 4 * MIB}, passes=passes, last=last, **given)  # type: ignore[arg-type]
+def script(passes: Sequence[Sequence[Event]] = (PASS,), last: Sequence[Event] = UPDATE, **given: Any) -> Script:
+    of_script = {name: given.pop(name) for name in ("workspaces", "look", "first") if name in given}
+    lives = {"inputs": (MIB,), "owned": {1: 2 * MIB}, "state": {2: 4 * MIB}} | given
+    return Script(Parts(NOTHING, (), 1, 0, 0, (), **lives), passes, last, **of_script)
+
+
+def bare(passes: Sequence[Sequence[Event]], last: Sequence[Event] = (), **given: Any) -> Script:
+    return script(passes, last, **{"inputs": (), "owned": {}, "state": {}} | given)
 
 
 class Noted:
@@ -154,7 +161,7 @@ def test_what_a_look_has_reserved_is_given_back_where_the_cache_is_emptied() -> 
     look = [(30 * MIB, 1, ACTIVATIONS, FORWARD)]
     events = [(22 * MIB, number, ACTIVATIONS, FORWARD) for number in range(3)]
     kept, given = (
-        reserved_by(Script((), {}, {}, [events], [], look=look, empties_cache=empties), Settings()).reserved_bytes
+        reserved_by(bare([events], look=look, empties_cache=empties), Settings()).reserved_bytes
         for empties in (False, True)
     )
 
@@ -175,7 +182,7 @@ def test_a_storage_that_changes_its_size_is_given_other_memory() -> None:
         (4 * MIB, 1, TEMPORARIES, FORWARD),
         (-8 * MIB, 1, TEMPORARIES, FORWARD),
     ]
-    reserved = reserved_by(Script((), {}, {}, [events], []), Settings())
+    reserved = reserved_by(bare([events]), Settings())
     assert reserved.allocated_bytes == 12 * MIB
 
 
@@ -223,10 +230,7 @@ def test_a_plan_that_replaces_tensors_leaves_holes_and_no_peak() -> None:
         events += [(-8 * MIB, number, PARAMETERS, OTHER), (2 * MIB, 10 + number, PARAMETERS, OTHER)]
     applied = Applied(before, events, (10, 1, 12, 3, 14, 5, 16, 7))
     owned = {20 + number: (8 if number % 2 else 2) * MIB for number in range(8)}
-    found = [
-        reserved_by(Script((), owned, {}, [[]], [], applied=each), Settings()).reserved_bytes
-        for each in (None, applied)
-    ]
+    found = [reserved_by(bare([[]], owned=owned, applied=each), Settings()).reserved_bytes for each in (None, applied)]
     assert found == [40 * MIB, 80 * MIB]
 
 
@@ -250,9 +254,9 @@ def test_the_first_update_makes_state_beside_its_temporaries() -> None:
     first = [(20 * MIB, 3, TEMPORARIES, STEP), (4 * MIB, 2, STATE, STEP), (-20 * MIB, 3, TEMPORARIES, STEP)]
     last = [(-4 * MIB, 2, STATE, STEP), (4 * MIB, 5, STATE, STEP)]
     alone, beside = (
-        reserved_by(Script((), {}, {2: 4 * MIB}, [[]], last, first=each), Settings()) for each in (None, first)
+        reserved_by(bare([[]], last, state={2: 4 * MIB}, first=each), Settings()) for each in (None, first)
     )
     assert alone.allocated_bytes == 4 * MIB
     assert beside.allocated_bytes == 24 * MIB
-    there = reserved_by(Script((), {}, {2: 4 * MIB}, [[]], last, first=first, has_state=True), Settings())
+    there = reserved_by(bare([[]], last, state={2: 4 * MIB}, first=first, has_state=True), Settings())
     assert there.allocated_bytes == alone.allocated_bytes

@@ -17,8 +17,9 @@ from memlab.errors import MemlabError, RefusalError, WorkloadError
 from memlab.measuring.runs import measure
 from memlab.plan import Plan
 from memlab.predicting import predict, save_snapshot, snapshots
-from memlab.predicting.plan_predictor import PlanPredictor
+from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import Script, reserved_by
+from memlab.predicting.segments import NOTHING
 from memlab.records import Category
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
@@ -313,7 +314,7 @@ def reserved(passes: list[list[tuple[int, int]]], last: list[tuple[int, int]], *
 
     labelled = [[(size, number, PLACE[Category.TEMPORARIES], 0) for size, number in events] for events in passes]
     update = [(size, number, PLACE[Category.TEMPORARIES], 3) for size, number in last]
-    script = Script((), more.get("owned", {}), more.get("state", {}), labelled, update)
+    script = Script(Parts(NOTHING, (), 1, 0, 0, (), **more), labelled, update)
     return reserved_by(script, Settings()).allocated_bytes
 
 
