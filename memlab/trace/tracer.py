@@ -38,11 +38,10 @@ from memlab.session import Session, fit
 from memlab.session.tape import Replay, Tape
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.split import Layout, row_ranges
+from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, Inside, Priced, Recorder
-from memlab.trace.rows import flat, with_rows
 from memlab.trace.twin import Twin
 
 # optimizer state appears in the first step: the second one is like all that follow
@@ -229,7 +228,7 @@ class Tracer:
         """Trace forward and backward of one batch, without gradients before."""
         workload = self._pass_of(rows, use_cache=use_cache)
         with self._session(plan) as (session, seen):
-            earlier = (workload,) if after is None else (self._with_rows(after), workload)
+            earlier = (workload,) if after is None else (self.twin.with_rows(self._layout, after), workload)
             for each in () if is_first else earlier:
                 self._let_learn(session, each, seen)
             return self._one_pass(session, seen, workload)
@@ -243,7 +242,7 @@ class Tracer:
             return first, self._one_pass(session, seen, workload)
 
     def _pass_of(self, rows: int | None, *, use_cache: bool) -> Workload:
-        workload = self.twin.workload if rows is None else self._with_rows(rows)
+        workload = self.twin.workload if rows is None else self.twin.with_rows(self._layout, rows)
         if use_cache or workload.loss_fn is not None:
             return workload
         call = call_of(workload)
@@ -341,7 +340,7 @@ class Tracer:
         with self._session(Plan()) as (session, seen):
             workload = seen.workload
             probe = Probe(workload.model, workload.name)
-            whole = flat(call_of(workload))
+            whole = _arguments_of(workload)
             seen.begin(session, workload)
             layout = probe.layout(whole)
             micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
@@ -353,7 +352,7 @@ class Tracer:
     def _layout(self) -> Layout:
         with self._session(Plan()) as (_, seen):
             seen.recorder.start()
-            return Probe(seen.workload.model, seen.workload.name).layout(flat(call_of(seen.workload)))
+            return Probe(seen.workload.model, seen.workload.name).layout(_arguments_of(seen.workload))
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -385,10 +384,6 @@ class Tracer:
         for optimizer in seen.workload.optimizers:
             optimizer.step()
         seen.recorder.know([*state_of(seen.workload.optimizers), *parameters_of(seen.workload.model)])
-
-    def _with_rows(self, rows: int) -> Workload:
-        """The twin's workload with a batch of so many rows."""
-        return self.twin.with_batch(with_rows(self.twin.workload, self._layout, rows))
 
     @contextmanager
     def _session(self, plan: Plan, before: Iterable[Holding] | None = None) -> Iterator[tuple[Session, _StepObserver]]:
@@ -563,6 +558,11 @@ def _learn_from_calls(session: Session) -> bool:
 
 def _held(session: Session) -> Iterator[Holding]:
     return ((Category.PARAMETERS, tensor) for tensor in session.in_force.held_tensors)
+
+
+def _arguments_of(workload: Workload) -> Call:
+    batch = call_of(workload)
+    return Call.of(batch.args, batch.kwargs)
 
 
 def _large(output: Any) -> list[torch.Tensor]:

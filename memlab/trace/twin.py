@@ -36,6 +36,7 @@ from memlab.runtime.touch import own_class
 from memlab.runtime.tree import own_attributes
 from memlab.runtime.workload import Workload
 from memlab.session import session_of
+from memlab.techniques.accumulation.split import Call, Layout
 
 _CPU = torch.device("cpu")
 # objects a module may refer to that are no part of it, and that lead to the whole program
@@ -92,6 +93,29 @@ class Twin:
         return TwinWorkload(
             twin.device, model=twin.model, optimizer=twin.optimizers, batch=batch, loss_fn=twin.loss_fn, name=twin.name
         )
+
+    def with_rows(self, layout: Layout, rows: int) -> Workload:
+        """The same with so many rows in the batch, made by repeating those it has."""
+        whole, loss_fn, batch = layout.rows, self.workload.loss_fn, self.workload.batch
+        known: dict[int, torch.Tensor] = {}
+
+        def taken(leaf: Any, dim: int) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return [leaf[row % whole] for row in range(rows)]
+            if id(leaf) not in known:  # labels may be the very tensor the inputs are
+                known[id(leaf)] = leaf.index_select(dim, torch.arange(rows, device="cpu") % whole)
+            return known[id(leaf)]
+
+        def target_of(leaf: Any) -> Any:
+            dim = layout.dims[0][1]
+            is_split = isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.size(dim) == whole
+            return taken(leaf, dim) if is_split else leaf
+
+        inputs = Batch.of(batch if loss_fn is None else batch[0])
+        call, dims = layout.view(Call.of(inputs.args, inputs.kwargs)), dict(layout.dims)
+        leaves = [taken(leaf, dims[place]) if place in dims else leaf for place, leaf in enumerate(call.leaves)]
+        resized = Batch(*call.spec.put(leaves))
+        return self.with_batch(resized if loss_fn is None else (resized, tree_map(target_of, batch[1])))
 
     def forget(self) -> None:
         """Drop gradients and optimizer state, to start anew."""
