@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
 from memlab.errors import MemlabError
-from memlab.plan import Tier
 from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import with_gradient
 from memlab.runtime.cuda_room import most_bytes
@@ -39,7 +38,7 @@ from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.state_layers import order_state
 from memlab.techniques.base import Technique
-from memlab.techniques.offload.spill import Spill, resolve_tier
+from memlab.techniques.offload.spill import Spill
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -163,7 +162,7 @@ def _size_bytes(parameter: Parameter) -> int:
 def _off_device(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() < _SMALL_ELEMENTS:
         return optimizer_step.cloned(tensor)
-    return Spill(resolve_tier(Tier.AUTO, tensor.device, "backup")).store(tensor)
+    return Spill().store(tensor)
 
 
 # --- operators ------------------------------------------------------------------------------------

@@ -13,6 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 Function = TypeVar("Function", bound=Any)
 _deferring: dict[type, bool] = {}
+# operators that multiply matrices, on a GPU by cuBLAS
+MATRIX_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
+)
 
 
 class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves __init_subclass__ unannotated

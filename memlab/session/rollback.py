@@ -18,18 +18,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from memlab.plan import Plan, Tier
+from memlab.plan import Plan
 from memlab.runtime import backward, containers
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.state_entries import PackedState
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
-from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
+from memlab.techniques.offload.spill import Spill, is_spilled
 
 # seen from a technique, these are either remembered on their own or keep account of it themselves
 _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
@@ -52,7 +53,7 @@ class Rollback:
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), owned: Iterable[Any] = ()
     ) -> None:
         optimizers = list(optimizers)
-        self._spills: dict[torch.device, Spill] = {}
+        self._spill = Spill()
         self._products = Fp32Products()
         self._parts: list[_Part] = [
             *_parts_of_model(model),
@@ -74,17 +75,13 @@ class Rollback:
 
     def spare(self) -> None:
         """Move old tensors that have been replaced by now off the device."""
-        self._unspared = [part for part in self._unspared if not part.spare(self._moved_away)]
-
-    def _moved_away(self, tensor: torch.Tensor) -> _Away:
-        tier = resolve_tier(Tier.AUTO, tensor.device, "state")
-        return _Away(tensor, self._spills.setdefault(tensor.device, Spill(tier)))
+        self._unspared = [part for part in self._unspared if not part.spare(partial(_Away, self._spill))]
 
 
 class _Away:
     """A tensor moved off the device."""
 
-    def __init__(self, tensor: torch.Tensor, spill: Spill) -> None:
+    def __init__(self, spill: Spill, tensor: torch.Tensor) -> None:
         self._stored = spill.store(tensor)
         self._device, self._stride = tensor.device, tensor.stride()
 

@@ -32,7 +32,7 @@ from memlab.errors import TraceError
 from memlab.hardware.roofline import Work
 from memlab.measuring.ledger import ADD, Ledger
 from memlab.measuring.operator_effects import effect_of
-from memlab.runtime.dispatch import defers
+from memlab.runtime.dispatch import MATRIX_PRODUCTS, defers
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
@@ -46,9 +46,6 @@ _VALUES = frozenset(
     (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default, _aten.allclose.default)
 )
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-_PRODUCTS = frozenset(
-    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
-)  # those of cuBLAS
 # those of which CUDA's kernel makes the last result first
 _BACKWARDS = frozenset((_aten.native_dropout.default,))
 _DEVICE = torch.ops.prim.device.default
@@ -161,7 +158,7 @@ class Recorder(Ledger):
             if effect_of(func) and not (recipe is not None and recipe.bears_nothing):
                 in_backward = self._sums_in_place and self._in_backward()
                 self._record(func, out)
-                if func in _PRODUCTS:
+                if func in MATRIX_PRODUCTS:
                     in_graph = torch._C._current_graph_task_id() != -1
                     for number in self.numbers_of([out]):
                         self.products.setdefault(in_graph, number)

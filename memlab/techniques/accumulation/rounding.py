@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memlab.runtime.dispatch import WatchingMode
+from memlab.runtime.dispatch import MATRIX_PRODUCTS, WatchingMode
 
 # what may come from rounding, in times of what noise of one precision changes
 TIMES = 8
@@ -18,20 +18,7 @@ TIMES = 8
 # gradient is a thousandth off)
 STRONG = 16
 _aten = torch.ops.aten
-_PRODUCTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.mv.default,
-        _aten.addmv.default,
-        _aten.dot.default,
-        _aten.linear.default,
-        _aten.convolution.default,
-        _aten.convolution_backward.default,
-    }
-)
+_PRODUCTS = MATRIX_PRODUCTS | {_aten.linear.default, _aten.convolution.default, _aten.convolution_backward.default}
 
 
 class Rounding(WatchingMode):

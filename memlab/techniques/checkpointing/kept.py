@@ -69,21 +69,18 @@ class _Run(WatchingMode):
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        before = storages(tree_leaves((args, kwargs)))
-        made = {key: storage for key, storage in storages(tree_leaves(result)).items() if key not in before}
+        made, cost = made_by(func, args, kwargs, result)
         self._born |= {key: weakref.ref(storage) for key, storage in made.items()}
-        self.cost += cost_of(func, args, kwargs, result, made.values())
+        self.cost += cost
         return result
 
 
-def cost_of(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    result: Any,
-    made: Iterable[torch.UntypedStorage],
-) -> float:
-    """Operations of one operator: products by torch's own formulas, and the bytes it writes."""
+def made_by(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> tuple[dict[int, torch.UntypedStorage], float]:
+    """Return the storages that an operator has made, by identity, and its operations: products by torch's own formulas, and the bytes it writes."""
+    before = storages(tree_leaves((args, kwargs)))
+    made = {key: storage for key, storage in storages(tree_leaves(result)).items() if key not in before}
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     operations = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
-    return operations + _OPERATIONS_PER_BYTE * sum(storage.nbytes() for storage in made)
+    return made, operations + _OPERATIONS_PER_BYTE * sum(storage.nbytes() for storage in made.values())

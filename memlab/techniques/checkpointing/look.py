@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memlab.runtime.aliases import put_back
 from memlab.runtime.dispatch import written_by
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.techniques.checkpointing.kept import cost_of, storages
+from memlab.techniques.checkpointing.kept import made_by, storages
 from memlab.techniques.checkpointing.rerun import Part, Run, WriteWatch
 from memlab.techniques.checkpointing.segments import Node
 
@@ -222,12 +222,11 @@ class Look(WriteWatch):
                 number = self._number_of(tensor.untyped_storage()._cdata)
                 for node, _, _ in self._open:
                     node.writes = node.writes or number in node.inputs
-        before = storages(tree_leaves((args, kwargs)))
-        made = {key: storage for key, storage in storages(tree_leaves(result)).items() if key not in before}
+        made, cost = made_by(func, args, kwargs, result)
         for key, storage in made.items():
             self._number[key] = len(self._born)
             self._born.append(weakref.ref(storage))
-        self._cost += cost_of(func, args, kwargs, result, made.values())
+        self._cost += cost
         return result
 
 

@@ -19,7 +19,7 @@ _CHECK = "memlab: values"
 _running = threading.local()
 
 
-class Recomputation(AbstractContextManager[None]):
+class _Recomputation(AbstractContextManager[None]):
     """A block's forward is run past its hooks: what they would make ready is made ready here."""
 
     def __init__(self, block: nn.Module | None, inside: AbstractContextManager[None]) -> None:
@@ -40,9 +40,11 @@ class Recomputation(AbstractContextManager[None]):
         self._entered.pop().__exit__(kind, error, traceback)
 
 
-def contexts_within(block: nn.Module | None) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what surrounds the forward of a part of a block, and its recomputation; None for a part of no block."""
-    return nullcontext(), nullcontext() if block is None else Recomputation(block, nullcontext())
+def contexts(
+    block: nn.Module | None, inside: AbstractContextManager[None] | None = None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what surrounds the forward of a part of a block, and its recomputation; arguments as of the latter."""
+    return nullcontext(), _Recomputation(block, nullcontext() if inside is None else inside)
 
 
 class Comparison:

@@ -29,7 +29,7 @@ from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
 from memlab.techniques.checkpointing.observers import Observers
-from memlab.techniques.checkpointing.recomputation import Comparison, Recomputation
+from memlab.techniques.checkpointing.recomputation import Comparison, contexts
 from memlab.techniques.checkpointing.selective import Products
 
 _running = threading.local()
@@ -259,9 +259,7 @@ def recomputed(
             run.protect(watch)
             run.protect_weights(watch)
         products = Products() if selective else None
-        around_again = Recomputation(
-            part.owner if part.span is None else None, nullcontext() if products is None else products.giving()
-        )
+        block = part.owner if part.span is None else None
         part.runs += 1
         comparison = Comparison(part.runs, "checkpointing", part.name)
         body = comparison.twice(*_runs(run, call, given, products))
@@ -274,7 +272,7 @@ def recomputed(
                     use_reentrant=False,
                     preserve_rng_state=False,
                     determinism_check=check,
-                    context_fn=lambda: (nullcontext(), around_again),
+                    context_fn=lambda: contexts(block, None if products is None else products.giving()),
                 )
         except BaseException as error:
             _leave(error)

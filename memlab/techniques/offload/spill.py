@@ -67,7 +67,7 @@ class Spill:
     tensor takes the place of one that is gone.
 
     Args:
-        tier: HOST (pinned when there is a GPU) or DISK.
+        tier: HOST (pinned when there is a GPU) or DISK; AUTO for whichever is off the device of each tensor.
         pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
             copies to and from them in the streams of `memlab.techniques.offload.transfers` and nowhere else.
 
@@ -81,7 +81,7 @@ class Spill:
         (0, 32)
     """
 
-    def __init__(self, tier: Tier, *, pooled: bool = False) -> None:
+    def __init__(self, tier: Tier = Tier.AUTO, *, pooled: bool = False) -> None:
         self.tier = tier
         self._stored_bytes = 0
         self.peak_bytes = 0  # most bytes held at once
@@ -110,7 +110,7 @@ class Spill:
         if isinstance(tensor, FakeTensor):
             with _births_are_spilled():
                 spilled = tensor.new_empty_strided(shape, strides)
-        elif self.tier is Tier.DISK:
+        elif self.tier is Tier.DISK or (self.tier is Tier.AUTO and tensor.is_cpu):
             spilled = _shaped(self._files.take(size_bytes), tensor, strides)
         elif self._pinned is not None and tensor.is_cuda:
             spilled = _shaped(self._pinned.take(size_bytes), tensor, strides)
@@ -169,20 +169,20 @@ class ParkedStates:
     """
 
     def __init__(self) -> None:
-        self._spills: dict[Tier, Spill] = {}
+        self._spill = Spill()
         self._states: MutableMapping[torch.Tensor, dict[str, Any]] = WeakTensorKeyDictionary()
 
     @property
     def stored_bytes(self) -> int:
         """Bytes that are off the device."""
-        return sum(spill.stored_bytes for spill in self._spills.values())
+        return self._spill.stored_bytes
 
     def __bool__(self) -> bool:
         return bool(self._states)
 
     def park(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Keep a copy of the state of a parameter."""
-        self._states[parameter] = {name: self._copy(parameter, value) for name, value in state.items()}
+        self._states[parameter] = {name: self._copy(value) for name, value in state.items()}
 
     def of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         """Return what was kept of a parameter, on its device; None for nothing."""
@@ -203,17 +203,13 @@ class ParkedStates:
         """Drop what was kept of a parameter, if anything was."""
         self._states.pop(parameter, None)
 
-    def _copy(self, parameter: torch.Tensor, value: Any) -> Any:
+    def _copy(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.numel() < SMALL_ELEMENTS:
-            return value.clone()
-        tier = resolve_tier(Tier.AUTO, parameter.device, "optimizer")
-        return self._spills.setdefault(tier, Spill(tier)).store(value)
+        return value.clone() if value.numel() < SMALL_ELEMENTS else self._spill.store(value)
 
 
 def _back(parameter: torch.Tensor, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.numel() < SMALL_ELEMENTS:
-        return value.clone() if isinstance(value, torch.Tensor) else value
-    like = parameter if value.shape == parameter.shape else value
-    return torch.empty_like(like, dtype=value.dtype, device=parameter.device, requires_grad=False).copy_(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if value.numel() < SMALL_ELEMENTS else value.to(parameter.device, copy=True)

@@ -37,7 +37,7 @@ from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.techniques.base import Description, ModelCall, Technique
-from memlab.techniques.checkpointing.recomputation import Comparison, contexts_within
+from memlab.techniques.checkpointing.recomputation import Comparison, contexts
 from memlab.techniques.chunked_loss import large_heads
 from memlab.techniques.tiling.feed_forward import (
     FeedForward,
@@ -160,7 +160,6 @@ class Tiling(Technique):
 
     def _over_rows(self, part: FeedForward, block: nn.Module | None) -> Callable[..., Any]:
         original = method_of(part.owner, part.method)
-        contexts = functools.partial(contexts_within, block)
         name, numbers = type(part.owner).__name__, itertools.count(1)
 
         def on_tile(rows: torch.Tensor) -> Any:
@@ -191,7 +190,7 @@ class Tiling(Technique):
                         comparison.twice(on_tile, again),
                         tile,
                         use_reentrant=False,
-                        context_fn=contexts,
+                        context_fn=functools.partial(contexts, block),
                         determinism_check=check,
                     )
                     for tile in tiles
