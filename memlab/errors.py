@@ -57,13 +57,16 @@ class RefusalError(MemlabError):
         reason: why it cannot be applied to this workload.
         instead: the nearest thing that works.
         is_late: see `MemlabError`.
+        in_loop: likewise.
     """
 
-    def __init__(self, technique: str, reason: str, instead: str = "", *, is_late: bool = False) -> None:
+    def __init__(
+        self, technique: str, reason: str, instead: str = "", *, is_late: bool = False, in_loop: bool = False
+    ) -> None:
         self.technique = technique
         self.reason = reason
         self.instead = instead
-        self.is_late = is_late
+        self.is_late, self.in_loop = is_late, in_loop
         super().__init__(f"{technique}: {reason}" + (f"; {instead}" if instead else ""))
 
 

@@ -192,15 +192,14 @@ class CacheOff:
         """
         asks = kwargs.get("use_cache") is True or ("past_key_values" in kwargs and kwargs.get("use_cache") is not False)
         if asks and not _needs_cache(kwargs) and (kwargs.get("use_cache") or _configs_with_cache(model)):
-            refusal = RefusalError(
+            raise RefusalError(
                 self._field,
                 f"the loop asks {name} for a key-value cache (use_cache, past_key_values), which a forward pass that runs "
                 "again, or in parts, would fill twice",
                 "hand over use_cache=False, or a cache of the loop's own with --checkpoint",
                 is_late=self._was_on,
+                in_loop=True,
             )
-            refusal.in_loop = True
-            raise refusal
         made = _without_cache(model, kwargs)
         self._was_on |= made.get("use_cache") is False and kwargs.get("use_cache") is not False
         return made

@@ -52,14 +52,13 @@ class CastOutputs:
         alive = [(tensor, nodes) for ref, nodes in self._known if (tensor := ref()) is not None]
         for tensor, nodes in alive:
             if (by := asks_for_gradient(tensor, inputs)) and _is_passed(tensor, nodes, roots):
-                refusal = RefusalError(
+                raise RefusalError(
                     "precision",
                     f"the loop asks for the gradient of an output from which the model computes another one ({by}), and each is "
                     "cast by itself",
                     "leave its precision as it is",
+                    in_loop=True,
                 )
-                refusal.in_loop = True
-                raise refusal
         yield
 
 

@@ -125,13 +125,12 @@ class OwnForm:
         is_shared = is_in_shared_memory(changed)
         if changed.dtype is not torch.float32 or is_shared:
             form = "shared memory" if is_shared else str(changed.dtype).removeprefix("torch.")
-            refusal = RefusalError(
+            raise RefusalError(
                 "precision",
                 f"the loop converts {type(module).__name__} to {form}, and --precision pure-bf16 keeps its weights",
                 "leave the precision as it is, or undo it before (%memfit undo)",
+                in_loop=True,
             )
-            refusal.in_loop = True
-            raise refusal
         with self._restored([tensor for _, tensor in _tensors_of(module)]):
             return type(module)._apply(module, change, *args, **kwargs)
 
