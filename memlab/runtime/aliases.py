@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -98,17 +98,14 @@ class Aliases:
     def originals_untouched(self, model_name: str) -> Iterator[None]:
         """Refuse models that reach a parameter past their modules: its gradient would be counted wrongly."""
         # tensors that `functional_call` puts in their places have no gradient of their own, and warn when asked for it
-        leaves = [parameter for parameter in self.originals if parameter.is_leaf]
-        before = [(parameter.grad, version_of(parameter.grad)) for parameter in leaves]
+        before = GradientsBefore(parameter for parameter in self.originals if parameter.is_leaf)
         yield
-        for parameter, (gradient, version) in zip(leaves, before, strict=True):
-            if parameter.grad is not gradient or version_of(parameter.grad) != version:
-                parameter.grad = gradient if parameter.grad is not gradient else parameter.grad
-                raise RefusalError(
-                    _FIELD,
-                    f"{model_name} reaches a parameter through another reference than its modules' attributes",
-                    KEEP_WHOLE,
-                )
+        if before.are_changed():
+            raise RefusalError(
+                _FIELD,
+                f"{model_name} reaches a parameter through another reference than its modules' attributes",
+                KEEP_WHOLE,
+            )
 
     def take_gradients(self) -> list[torch.Tensor | None]:
         """Hand over the gathered gradients, so that autograd may keep them without a copy."""
@@ -154,6 +151,31 @@ def stand_in_for(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 def version_of(gradient: torch.Tensor | None) -> int:
     """Return how often a gradient has been written to; -1 where there is none."""
     return -1 if gradient is None else gradient._version
+
+
+class GradientsBefore:
+    """Gradients of parameters at a moment.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> before = GradientsBefore([weight])
+        >>> weight.grad = torch.ones(2)
+        >>> before.are_changed(), weight.grad
+        (True, None)
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._before = [(each, each.grad, version_of(each.grad)) for each in parameters]
+
+    def are_changed(self) -> bool:
+        """Return whether a parameter has another gradient by now, in whose place it gets the one it had, or a gradient was written to."""
+        for parameter, gradient, version in self._before:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+                return True
+            if version_of(gradient) != version:
+                return True
+        return False
 
 
 class Storage:

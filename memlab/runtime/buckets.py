@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,11 @@ def group_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
     """Return the group of a parameter; the defaults where it is in none."""
     groups = optimizer.param_groups
     return next((group for group in groups if any(own is parameter for own in group["params"])), optimizer.defaults)
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Return whether kernels of a group's updates want the count of steps beside the moments, and not on the host."""
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]]:

@@ -30,6 +30,11 @@ def is_installed(file: str) -> bool:
     return is_package or file.startswith((sysconfig.get_path("stdlib"), OWN_FOLDER, "<frozen"))
 
 
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code runs in a frame; empty for none."""
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def is_own_code(frame: FrameType | None) -> bool:
     """Return whether the code that asks, past torch's own between and modes that run its functions, is memlab's.
 
@@ -40,7 +45,7 @@ def is_own_code(frame: FrameType | None) -> bool:
         False
     """
     while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
+        name = module_of(frame)
         if name in _PASSED_OVER or name.startswith("torch."):
             frame = frame.f_back
         elif name.partition(".")[0] != "memlab":
@@ -68,7 +73,7 @@ def is_in_hook(frame: FrameType | None) -> bool:
     """Return whether the code that asks during a backward pass is a hook of the loop's, and not what the pass runs again."""
     is_past = False  # torch's own code, which the hook calls
     while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
+        name = module_of(frame)
         is_torchs = name.startswith("torch.") and name != _DECORATES
         if name == "torch.autograd.graph":  # which calls the engine
             return True

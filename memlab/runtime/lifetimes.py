@@ -107,6 +107,12 @@ def called_while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what identifies the storage of a tensor, as long as it lives."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether another tensor, a view or a saved one too, has the same storage.
 

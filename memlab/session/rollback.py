@@ -27,6 +27,7 @@ from torch import nn
 from memlab.plan import Plan
 from memlab.runtime import backward, containers
 from memlab.runtime.fp32_products import Fp32Products
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.state_entries import PackedState
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
@@ -231,12 +232,7 @@ class _Data(_Part):
         if isinstance(self._data, _Away):
             return True
         now, before = self._tensor, self._data
-        return now.dtype is not before.dtype or _storage_of(now) != _storage_of(before)
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+        return now.dtype is not before.dtype or storage_of(now) != storage_of(before)
 
 
 class _TensorHooks(_Part):

@@ -25,6 +25,7 @@ from memlab.measuring.observation import Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Gradients, Plan
 from memlab.records import Category
+from memlab.runtime.aliases import GradientsBefore
 from memlab.runtime.batch import Batch
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.model_state import State
@@ -402,7 +403,7 @@ class Tracer:
         models = [twin.workload.model for twin in self.twins]
         live = (tensor for each in self._live for _, tensor in parameters_of(each.model))
         recorder = Recorder(self._fakes, live, self._choices.inside)
-        gradients = [_GradientsBefore(each) for each in self._live]
+        gradients = [GradientsBefore(each.model.parameters()) for each in self._live]
         # globals, closures and classes that the twin's forward reaches are the user's
         reached = [State.of_model(model, torch.device("cpu")) for model in models]
         try:
@@ -436,8 +437,11 @@ class Tracer:
                 state.restore()
             for twin in self.twins:
                 twin.forget()
-            for each in gradients:
-                each.check()
+            if any(each.are_changed() for each in gradients):
+                raise TraceError(
+                    "the loss function refers to the live model: a prediction would write to its gradients; hand the "
+                    "loss over as a function of output and target, loss_fn=…"
+                )
 
 
 class _StepObserver(LedgerObserver):
@@ -496,25 +500,6 @@ class _StepObserver(LedgerObserver):
             self.until_update = self.recorder.events
             parameters = enumerate(self.workload.model.parameters())
             self.trained = frozenset(number for number, parameter in parameters if parameter.grad is not None)
-
-
-class _GradientsBefore:
-    """Makes sure that no gradient has reached the live model (through a loss function that refers to it)."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._before = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in workload.model.parameters()]
-
-    def check(self) -> None:
-        for parameter, gradient, version in self._before:
-            now = parameter.grad
-            if now is gradient and (now is None or now._version == version):
-                continue
-            if now is not gradient:
-                parameter.grad = gradient
-            raise TraceError(
-                "the loss function refers to the live model: a prediction would write to its gradients; hand the "
-                "loss over as a function of output and target, loss_fn=…"
-            )
 
 
 def _watch(model: nn.Module, recorder: Recorder, undo: ExitStack) -> None:

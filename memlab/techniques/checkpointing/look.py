@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memlab.runtime.aliases import put_back
 from memlab.runtime.dispatch import written_by
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.techniques.checkpointing.kept import made_by, storages
 from memlab.techniques.checkpointing.rerun import Part, Run, WriteWatch
@@ -219,7 +220,7 @@ class Look(WriteWatch):
         result = super().watched(func, args, kwargs)
         if not self._muted:
             for tensor in written_by(func, args, kwargs):
-                number = self._number_of(tensor.untyped_storage()._cdata)
+                number = self._number_of(storage_of(tensor))
                 for node, _, _ in self._open:
                     node.writes = node.writes or number in node.inputs
         made, cost = made_by(func, args, kwargs, result)

@@ -27,6 +27,7 @@ from memlab.runtime.autocast import CallSettings
 from memlab.runtime.dispatch import StorageWatch, defers
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
 from memlab.techniques.checkpointing.observers import Observers
 from memlab.techniques.checkpointing.recomputation import Comparison, contexts
@@ -149,7 +150,7 @@ class Run:
         for module in self._part.modules:
             for weight in module._parameters.values():
                 if type(weight) is nn.Parameter and weight.requires_grad:
-                    key = weight.untyped_storage()._cdata
+                    key = storage_of(weight)
                     watch.protect_storage(key, functools.partial(self._weight_is_written, weight, key))
 
     def put_weights_back(self) -> None:
@@ -179,7 +180,7 @@ class Run:
 
     def _weight_is_written(self, weight: nn.Parameter, key: int) -> None:
         # one that is offloaded has another storage by then
-        if weight not in self._weights and weight.untyped_storage()._cdata == key:
+        if weight not in self._weights and storage_of(weight) == key:
             self._weights[weight] = weight.detach().clone()
 
     def _input_is_written(self, place: int, tensor: torch.Tensor) -> None:
@@ -354,11 +355,11 @@ class WriteWatch(StorageWatch):
         with torch._C.DisableTorchFunctionSubclass():  # a class of the user's need not know of such questions
             if tensor.layout is torch.strided and not defers((type(tensor),)):
                 self._held.append(tensor)
-                self.protect_storage(tensor.untyped_storage()._cdata, about_to)
+                self.protect_storage(storage_of(tensor), about_to)
 
     def told(self, key: int) -> None:
         if not getattr(_running, "depth", 0):
-            self._later += [(held, held._version) for held in self._held if held.untyped_storage()._cdata == key]
+            self._later += [(held, held._version) for held in self._held if storage_of(held) == key]
 
     def wrote_past_autograd(self) -> bool:
         """Return whether what a part had been given was written to afterwards, and its version does not count that."""

@@ -11,6 +11,7 @@ import types
 from collections import ChainMap
 from collections.abc import Iterator
 from itertools import pairwise
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -22,7 +23,7 @@ _MOST_FUNCTIONS = 500
 _HARMLESS = frozenset({"zero_", "detach_"})
 
 
-def use_of_gradients(frame: FrameType | None) -> str | None:
+def use_of_gradients(frame: FrameType) -> str | None:
     """Return where functions that run use gradients, or functions of the user's that these call; None for nowhere.
 
     Args:
@@ -41,21 +42,20 @@ def use_of_gradients(frame: FrameType | None) -> str | None:
         'show, line 2'
     """
     waiting: list[tuple[CodeType, Any, Any]] = []
-    while frame is not None:
-        if not is_installed(frame.f_code.co_filename):
-            waiting.append((frame.f_code, ChainMap(frame.f_locals, frame.f_globals), frame.f_locals.get("self")))
-        frame = frame.f_back
+    for each, _ in walk_stack(frame):
+        if not is_installed(each.f_code.co_filename):
+            waiting.append((each.f_code, ChainMap(each.f_locals, each.f_globals), each.f_locals.get("self")))
     seen: set[CodeType] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         code, names, owner = waiting.pop()
         if code in seen:
             continue
         seen.add(code)
-        for each in _with_inner(code):
-            if (line := _line_of_use(each)) is not None:
+        for inner in _with_inner(code):
+            if (line := _line_of_use(inner)) is not None:
                 where = code.co_name if code.co_name.isidentifier() else "the cell"
                 return f"{where}, line {line}"
-            for name in each.co_names:
+            for name in inner.co_names:
                 waiting += _called(names.get(name)) or _called(
                     getattr(owner, name, None) if owner is not None else None
                 )

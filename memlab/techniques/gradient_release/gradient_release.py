@@ -63,7 +63,7 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
-from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap
+from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
@@ -536,9 +536,9 @@ class GradientRelease(Technique):
         if not self._complete or self._is_withdrawn:
             return
         # within transforms of torch.func, and of other layouts, tensors have no storage
-        places = {tensor.untyped_storage()._cdata for tensor in tensors if torch._C._has_storage(tensor)}
+        places = {storage_of(tensor) for tensor in tensors if torch._C._has_storage(tensor)}
         updated = (p for step in self._steps for p in _parameters_of(step) if id(p) in self._complete)
-        if any(parameter.untyped_storage()._cdata in places for parameter in updated):
+        if any(storage_of(parameter) in places for parameter in updated):
             self._refuse(
                 f"the loop writes to weights between backward() and optimizer.step(){where()}, when they would be updated",
                 f"do that before the forward pass or after step(), or {reasons.LEAVE_OUT}",
@@ -573,9 +573,12 @@ class GradientRelease(Technique):
     def _refuse_look(self, reason: str) -> None:
         """Refuse what `_refuse` does, from another cell: what is under way goes on as if there had been no look."""
         refusal = RefusalError(
-            self.field, reason, reasons.LEAVE_OUT_BEFORE, is_late=self._has_released or bool(self._gone)
+            self.field,
+            reason,
+            reasons.LEAVE_OUT_BEFORE,
+            is_late=self._has_released or bool(self._gone),
+            in_loop=True,
         )
-        refusal.in_loop = True
         if not self.host.withdraw(refusal, as_on_trial=not refusal.is_late):
             raise refusal
         self._is_withdrawn = True
@@ -586,8 +589,7 @@ class GradientRelease(Technique):
         # a cell of its own is no loop that asked for the plan
         if not self.host.withdraw(refusal, as_on_trial=self._watch.is_resumed and not refusal.is_late):
             # another error: the one that is raised keeps the loop's variables alive
-            again = RefusalError(refusal.technique, refusal.reason, refusal.instead, is_late=refusal.is_late)
-            again.in_loop = True
+            again = RefusalError(self.field, refusal.reason, nearest, is_late=refusal.is_late, in_loop=True)
             self._refused = (threading.get_ident(), again)
             raise refusal
         self._is_withdrawn = True
@@ -598,16 +600,15 @@ class GradientRelease(Technique):
             reason += reasons.UPDATED
         is_late = has_released or not self._used.isdisjoint(self._gone)
         self.broken_off()
-        refusal = RefusalError(self.field, reason, nearest, is_late=is_late)
-        refusal.in_loop = True  # raised where the loop touches a gradient
-        return refusal
+        # raised where the loop touches a gradient
+        return RefusalError(self.field, reason, nearest, is_late=is_late, in_loop=True)
 
 
 def _state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse:
         return (-1, -1)
-    return gradient.untyped_storage()._cdata, gradient._version
+    return storage_of(gradient), gradient._version
 
 
 def _was_moved(gradient: torch.Tensor | None) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from traceback import walk_stack
 
+from memlab.runtime.callers import module_of
 from memlab.techniques.base import HOLDS_GRADIENTS
 from memlab.techniques.gradient_release.watch import is_memlab, where
 
@@ -51,15 +53,13 @@ def watching(steps: int) -> str:
 def what_is_done() -> tuple[str, str]:
     """Return reason and way out for whoever touches a gradient now, from the names of the functions on the stack."""
     names, clips = [], False
-    frame = sys._getframe(1)
-    while frame is not None:
-        home = str(frame.f_globals.get("__name__", ""))
+    for frame, _ in walk_stack(sys._getframe(1)):
+        home = module_of(frame)
         clips |= home.startswith("torch.nn.utils.") and frame.f_code.co_name in _BY_THE_NORM_OF_ALL
         if not is_memlab(frame):
             names.append(frame.f_code.co_name)
         if names[-1:] == ["step"] and home.startswith("torch.optim."):
             return CLOSURE  # the update itself looks, within a step that began before this plan
-        frame = frame.f_back  # type: ignore[assignment] # None at the end
     if clips:
         return CLIPPED
     if any("unscale" in name for name in names):

@@ -6,13 +6,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memlab.runtime.callers import module_of
 from memlab.runtime.loop_mode import LoopMode, called_from_loop
 from memlab.runtime.touch import SET_DATA, written_in_place
 
@@ -163,20 +164,18 @@ class Gone(torch.Tensor):
 
 def where() -> str:
     """Name the function that the loop is in, and the package it is of, in words; empty for the cell itself."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
+    for frame, _ in walk_stack(sys._getframe(1)):
+        name, module = frame.f_code.co_name, module_of(frame)
         if name not in _INSIDE_FUNCTIONS and not module.startswith(("memlab.", "torch.")):
             package, is_within, _ = module.partition(".")
             of = f" of {package}" if is_within else ""
             return f" (in {name}{of})" if name.isidentifier() else ""  # a cell itself has names in angle brackets
-        frame = frame.f_back
     return ""
 
 
 def is_memlab(frame: Any) -> bool:
     """Return whether a frame is of memlab's own code."""
-    return str(frame.f_globals.get("__name__", "")).startswith("memlab.")
+    return module_of(frame).startswith("memlab.")
 
 
 def _is_loops(frame: Any) -> bool:

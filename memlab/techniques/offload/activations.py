@@ -30,6 +30,7 @@ from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique
 from memlab.techniques.offload.spill import Spill, resolve_tier
@@ -370,9 +371,7 @@ class OffloadActivations(Technique):
             )
             return call(*args, **kwargs)
         staying = {
-            tensor.untyped_storage()._cdata
-            for tensors in (self._model.parameters(), self._model.buffers())
-            for tensor in tensors
+            storage_of(tensor) for tensors in (self._model.parameters(), self._model.buffers()) for tensor in tensors
         }
         in_place = self._reads_in_place
         passage = _Passage(self._spill, reads_in_place=True) if in_place else _CopiedPassage(self._spill)

@@ -40,7 +40,7 @@ from memlab.runtime.graphs import is_transformed, why_as_written
 from memlab.runtime.homes import rests
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import as_saved
-from memlab.runtime.lifetimes import WhileAlive, is_shared
+from memlab.runtime.lifetimes import WhileAlive, is_shared, storage_of
 from memlab.runtime.stand_ins import keep_out_of_copies
 from memlab.techniques.offload.spill import Spill, is_dense
 from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
@@ -396,12 +396,6 @@ class _Begins:
     def in_use(self) -> AbstractContextManager[None]:
         """See `memlab.runtime.modules.in_use`."""
         return self._streaming.in_use_again(self._block)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return what identifies the storage of a tensor, as long as it lives."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def slots_of(block: nn.Module) -> Iterator[_Slot]:

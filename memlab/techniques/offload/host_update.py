@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memlab.runtime.buckets import counts_on_device
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.optimizer_step import plain_stepper, restored_on_failure
 from memlab.runtime.state_layers import SMALL_ELEMENTS
@@ -132,9 +133,8 @@ class HostUpdate:
 
     def _fresh(self, group: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
         """State before the first update, made where it will stay."""
-        on_device = group.get("capturable") or group.get("fused")
         names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if counts_on_device(group) else "cpu")
         return {"step": step} | {name: self._made_for(parameter).zero_() for name in names}
 
     def _made_for(self, parameter: Parameter) -> torch.Tensor:

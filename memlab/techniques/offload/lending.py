@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
-from memlab.runtime.callers import is_own_code
+from memlab.runtime.callers import is_own_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
 from memlab.runtime.touch import SET_DATA, SET_GRAD, Watched, uses_values
 from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
@@ -97,7 +97,7 @@ class Lending(Watched):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             is_own = is_own_code(frame) or torch._C._are_functorch_transforms_active()
-            if function == _GET_GRAD and not is_own and not _is_torchs(frame):
+            if function == _GET_GRAD and not is_own and not module_of(frame).startswith("torch."):
                 self._bring_gradient(args[0])
             if self._are_own(types) and (is_own or not self._is_at_rest(args, kwargs)):
                 return function(*args, **kwargs)
@@ -174,7 +174,3 @@ def _may_leave(parameter: Parameter, home: torch.device) -> bool:
 
 def _is_alike(parameter: Parameter, gradient: Any) -> bool:
     return isinstance(gradient, torch.Tensor) and (gradient.shape, gradient.dtype) == (parameter.shape, parameter.dtype)
-
-
-def _is_torchs(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.")

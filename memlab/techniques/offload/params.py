@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision, Tier
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added
-from memlab.runtime.buckets import group_of, is_separable
-from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved
+from memlab.runtime.buckets import counts_on_device, group_of, is_separable
+from memlab.runtime.callers import module_of
+from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved, storage_of
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
@@ -50,7 +52,6 @@ from memlab.techniques.offload.block_streaming import (
     Link,
     fills_its_storage,
     slots_of,
-    storage_of,
 )
 from memlab.techniques.offload.lending import Lending, set_gradient
 from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
@@ -301,7 +302,7 @@ class OffloadParams(Technique):
         home = self._streaming.link.device
         if self._streaming.resting(parameter) is None and id(parameter) not in self._visiting:
             return state
-        on_device = _counts_on_device(optimizer, parameter)
+        on_device = counts_on_device(group_of(optimizer, parameter))
         return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
@@ -514,7 +515,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
     outside = {id(p) for module in model.modules() if id(module) not in inside for p in module._parameters.values()}
     everything = list(model.parameters())
     first = {id(everything[0]), id(next(p for p in everything if p.requires_grad))}
-    storages = [p.untyped_storage()._cdata for p in everything if own_class(p) in PLAIN]
+    storages = [storage_of(p) for p in everything if own_class(p) in PLAIN]
     return [
         p
         for p in {id(p): p for block in blocks for p in block.parameters()}.values()
@@ -525,17 +526,11 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
         and p.device == everything[0].device
         and not is_in_shared_memory(p)
         and fills_its_storage(p)
-        and storages.count(p.untyped_storage()._cdata) == 1
+        and storages.count(storage_of(p)) == 1
     ]
 
 
 # --- state and scalers ----------------------------------------------------------------------------
-
-
-def _counts_on_device(optimizer: Optimizer, parameter: Parameter) -> bool:
-    """Return whether the optimizer's kernels want the count of steps beside the moments."""
-    group = group_of(optimizer, parameter)
-    return bool(group.get("fused") or group.get("capturable"))
 
 
 def _placed(value: Any, home: torch.device, *, on_device: bool) -> Any:
@@ -545,9 +540,4 @@ def _placed(value: Any, home: torch.device, *, on_device: bool) -> Any:
 
 def _is_scaled_by_the_loop() -> bool:
     """Return whether a `GradScaler` calls the step."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
-            return True
-        frame = frame.f_back
-    return False
+    return any(module_of(frame) == "torch.amp.grad_scaler" for frame, _ in walk_stack(sys._getframe(1)))

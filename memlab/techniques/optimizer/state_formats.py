@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from memlab.extras import require
+from memlab.runtime.buckets import counts_on_device
 from memlab.techniques.base import State
 
 Group = Mapping[str, Any]
@@ -88,10 +89,9 @@ class TorchAdamFormat(StateFormat):
 
 def _step_tensor(parameter: torch.nn.Parameter, group: Group, step: int) -> torch.Tensor:
     """The step as torch would have made it: on the host unless the kernel reads it on the device."""
-    on_device = bool(group.get("capturable") or group.get("fused"))
     is_double = torch.get_default_dtype() is torch.float64 and not group.get("fused")
     dtype = torch.float64 if is_double else torch.float32
-    return torch.tensor(float(step), dtype=dtype, device=parameter.device if on_device else "cpu")
+    return torch.tensor(float(step), dtype=dtype, device=parameter.device if counts_on_device(group) else "cpu")
 
 
 def _like(parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
