@@ -11,7 +11,6 @@ from memlab.predicting.segments import (
     ACTIVATIONS,
     NOTHING,
     OUTSIDE,
-    Growth,
     Levels,
     Segment,
     TracedPass,
@@ -40,7 +39,6 @@ class Passes:
         self._traces: dict[tuple[Plan, int | None, bool, int | None], Trace] = {}
         self._own: dict[tuple[Plan, int, bool, int | None], TracedPass] = {}
         self._first: dict[tuple[Plan, int], Segment] = {}
-        self._growth: Growth | None = None
         self._scalable: dict[Plan, TracedPass | None] = {}
 
     def whole(self, settings: Plan) -> Trace:
@@ -127,16 +125,10 @@ class Passes:
     def _laid_side_by_side(self, settings: Plan, whole: Trace) -> TracedPass | None:
         rows = whole.samples
         other_rows = rows // 2 if rows >= _LEAST_ROWS_HALVED else 2 * rows
-        self._growth = self._growth or Growth(other_rows)
-        other = self._growth.of(whole)
-        if other is None:
-            trace = self._trace(settings, other_rows, is_split=True)
-            # a batch of which some tensors are not split has the rows of those, whatever the others have
-            other = laid_beside(whole, trace) if trace.samples != rows else None
-            if other is None:
-                return None
-            self._growth.learn(whole, trace)
-        return TracedPass(self._rates(settings), whole, rows, other)
+        trace = self._trace(settings, other_rows, is_split=True)
+        # a batch of which some tensors are not split has the rows of those, whatever the others have
+        other = laid_beside(whole, trace) if trace.samples != rows else None
+        return None if other is None else TracedPass(self._rates(settings), whole, rows, other)
 
     def _whole_outputs(self, settings: Plan) -> list[int]:
         whole = self.traced(without_budget(settings), self._rows, is_split=True)

@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
-from memlab.hardware.roofline import Bill, Rates, Work
+from memlab.hardware.roofline import Bill, Rates
 from memlab.measuring.observation import BACKWARD, PHASES, RawEvent
 from memlab.records import Category, Phase, TimelinePoint
 from memlab.trace.hidden_memory import Held
@@ -28,8 +27,6 @@ ACTIVATIONS = PLACE[Category.ACTIVATIONS]
 # the moment outside forward, backward and step
 OUTSIDE = PHASES.index(Phase.OTHER)
 _MOST_POINTS = 100
-# thousands of storages of this size together are a small part of what a training step holds
-_SMALL_BYTES = 2**16
 
 # bytes gained or lost, number of the storage, place of its category, moment
 Event = tuple[int, int, int, int]
@@ -223,46 +220,6 @@ def laid_beside(one: Trace, other: Trace) -> Resized | None:
 
 def _steps(raw: Iterable[RawEvent]) -> list[tuple[int, int, bool]]:
     return [(number, moment, size_bytes > 0) for _, size_bytes, number, moment in raw]
-
-
-class Growth:
-    """Growth of storages and work with the rows, learnt from two traces and applied to other numbers of rows.
-
-    Passes of a model under different settings are made of the same storages and operators. Once it is known what
-    becomes of each with other rows, a second trace is needed only for what was not met before, or for a size that
-    belongs to two things that grow differently. Where such a size is small, it is taken not to grow.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._sizes: dict[int, int | None] = {}
-        self._works: dict[Work, Work | None] = {}
-
-    def learn(self, one: Trace, other: Trace) -> None:
-        """Take in two traces that are alike."""
-        for (_, mine, _, _), (_, theirs, _, _) in zip(one.observation.raw, other.observation.raw, strict=True):
-            _learn(self._sizes, mine, theirs)
-        for mine_priced, their_priced in zip(one.priced, other.priced, strict=True):
-            _learn(self._works, mine_priced.work, their_priced.work)
-
-    def of(self, one: Trace) -> Resized | None:
-        """The pass of a trace with other rows; None when something in it is not known."""
-        sizes = [self._size(size_bytes) for _, size_bytes, _, _ in one.observation.raw]
-        works = [self._works.get(priced.work) for priced in one.priced]
-        if one.hidden or None in sizes or None in works:
-            return None
-        host_bytes = round(one.host_bytes * self._rows / one.samples)
-        return Resized(self._rows, sizes, Bill.of(works), (), host_bytes)  # type: ignore[arg-type] # none is None
-
-    def _size(self, size_bytes: int) -> int | None:
-        known = self._sizes.get(size_bytes, 0)
-        return size_bytes if known is None and abs(size_bytes) <= _SMALL_BYTES else known or None
-
-
-def _learn(known: dict[Any, Any], mine: Any, theirs: Any) -> None:
-    """Remember what becomes of something; None when it is not always the same."""
-    if known.setdefault(mine, theirs) != theirs:
-        known[mine] = None
 
 
 def _gone_with_the_graph(events: Iterable[Event]) -> list[Event]:

@@ -201,6 +201,13 @@ def test_one_workload_is_what_a_list_of_one_is(small_gpt2: Workload) -> None:
     assert predict_all([small_gpt2], plans=["", "--bf16"]) == predict_all(small_gpt2, plans=["", "--bf16"])
 
 
+def test_what_was_predicted_before_changes_nothing() -> None:
+    plan = "--accumulate 4 --checkpoint selective --bf16"
+    before = ["--accumulate 2", "--accumulate 2 --checkpoint selective", "--accumulate 4 --checkpoint --bf16"]
+    *_, among_others = predict_all(family("vit"), plans=[*before, plan])
+    assert among_others.peak_allocated_bytes == measure(family("vit"), plan).peak_allocated_bytes
+
+
 def test_the_order_of_plans_changes_nothing(small_gpt2: Workload) -> None:
     plans = ["--accumulate 4 --bf16", "", "--accumulate 2", "--checkpoint --accumulate 8"]
     forth = predict_all(small_gpt2, plans=plans)

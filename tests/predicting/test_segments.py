@@ -15,7 +15,6 @@ from memlab.plan import Plan
 from memlab.predicting.passes import Passes
 from memlab.predicting.segments import (
     NOTHING,
-    Growth,
     Segment,
     TracedPass,
     added,
@@ -150,29 +149,6 @@ def test_two_traces_give_all_numbers_of_rows(tracers: dict[str, Tracer], rates: 
         assert told.shape.peak_bytes == pytest.approx(direct.shape.peak_bytes, rel=2e-3)
         assert sum(told.shape.end) == pytest.approx(sum(direct.shape.end), abs=64)
         assert told.seconds == pytest.approx(direct.seconds, rel=0.1)
-
-
-@pytest.mark.parametrize("name", ["bert classifier", "tied", "vit"])
-def test_growth_learnt_once_serves_other_settings(tracers: dict[str, Tracer], rates: Rates, name: str) -> None:
-    tracer = tracers[name]
-    growth = Growth(4)
-    growth.learn(tracer.one_pass(Plan()), tracer.one_pass(Plan(), 4))
-    served = 0
-    for flags in ("--checkpoint", "--checkpoint every:2", "--checkpoint selective"):
-        plan = Plan.parse(flags)
-        whole = tracer.one_pass(plan)
-        told, beside = growth.of(whole), laid_beside(whole, tracer.one_pass(plan, 4))
-        if told is None:
-            continue
-        assert beside is not None
-        peaks = [TracedPass(rates, whole, 8, each).segment(4).shape.peak_bytes for each in (told, beside)]
-        assert peaks[0] == pytest.approx(peaks[1], rel=2e-3)
-        served += 1
-    assert served
-
-
-def test_growth_does_not_guess_what_it_has_not_met(tracers: dict[str, Tracer]) -> None:
-    assert Growth(4).of(tracers["tied"].one_pass(Plan())) is None
 
 
 def test_traces_of_other_operators_are_not_laid_beside(tracers: dict[str, Tracer]) -> None:
