@@ -26,14 +26,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.plan import Offloaded, Plan, Tier
+from memlab.plan import Offloaded, Plan
 from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique
-from memlab.techniques.offload.spill import Spill, resolve_tier
+from memlab.techniques.base import Description, ModelCall
+from memlab.techniques.offload.spill import Offload, Spill
 from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
 _SMALLEST_BYTES = 1024
@@ -318,7 +318,7 @@ def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
-class OffloadActivations(Technique):
+class OffloadActivations(Offload):
     """Keep saved activations in host memory or in a file until the backward pass needs them.
 
     Known limitations:
@@ -326,7 +326,7 @@ class OffloadActivations(Technique):
         backward reads it goes unnoticed, where torch without this would raise an error.
     """
 
-    field = "offload"
+    what = Offloaded.ACTIVATIONS
     descriptions = (
         Description(
             flags="--offload activations",
@@ -343,14 +343,6 @@ class OffloadActivations(Technique):
         self._spill: Spill | None = None
         self._reads_in_place = self._is_twin = False
         self._calls, self._writes_later = 0, False  # whether activations are written to once they were saved
-
-    @classmethod
-    def wanted(cls, plan: Plan) -> bool:
-        return plan.tier_of(Offloaded.ACTIVATIONS) is not None
-
-    @classmethod
-    def setting(cls, plan: Plan) -> Tier | None:
-        return plan.tier_of(Offloaded.ACTIVATIONS)
 
     def check(self, workload: Workload) -> None:
         self._tier(workload.device)
@@ -396,6 +388,3 @@ class OffloadActivations(Technique):
         """Forget the pool: what is in use keeps its memory until it dies."""
         settle()
         self._model = self._spill = None
-
-    def _tier(self, device: torch.device) -> Tier:
-        return resolve_tier(self.setting(self.plan) or Tier.AUTO, device, Offloaded.ACTIVATIONS)

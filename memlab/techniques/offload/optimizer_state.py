@@ -33,7 +33,7 @@ from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, State, Stepper, Technique
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
-from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
+from memlab.techniques.offload.spill import Offload, Spill, is_spilled
 from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
 Optimizer = torch.optim.Optimizer
@@ -48,14 +48,14 @@ class _Kept:
     sent: Any = None  # what says that it is done
 
 
-class OffloadOptimizer(Technique):
+class OffloadOptimizer(Offload):
     """Keeps optimizer state in host memory beside a GPU, or in files beside the CPU.
 
     Known limitations:
         From a GPU to disk copies are not overlapped. A prediction for a GPU is of the streamed way, whatever the link.
     """
 
-    field = "offload"
+    what = Offloaded.OPTIMIZER
     descriptions = (
         Description(
             flags="--offload optimizer",
@@ -80,14 +80,6 @@ class OffloadOptimizer(Technique):
         self._is_stepping = False
         self._arriving: dict[tuple[torch.Tensor, str], Ticket] = {}
         self._leaving: list[Leaving] = []
-
-    @classmethod
-    def wanted(cls, plan: Plan) -> bool:
-        return cls.setting(plan) is not None
-
-    @classmethod
-    def setting(cls, plan: Plan) -> Tier | None:
-        return plan.tier_of(Offloaded.OPTIMIZER)
 
     def check(self, workload: Workload) -> None:
         self._tier(home_of(next(workload.model.parameters())))
@@ -254,9 +246,6 @@ class OffloadOptimizer(Technique):
         self._on_host[optimizer] = HostUpdate(optimizer, self._spill(device))
 
     # -- memory --------------------------------------------------------------------------------
-
-    def _tier(self, device: torch.device) -> Tier:
-        return resolve_tier(self.setting(self.plan) or Tier.AUTO, device, Offloaded.OPTIMIZER)
 
     def _spill(self, device: torch.device) -> Spill:
         tier = self._tier(device)

@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
-from memlab.plan import Offloaded, Plan, Precision, Tier
+from memlab.plan import Offloaded, Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added
 from memlab.runtime.buckets import counts_on_device, group_of, is_separable
@@ -45,7 +45,7 @@ from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, Technique, process_count
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, process_count
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
@@ -54,7 +54,7 @@ from memlab.techniques.offload.block_streaming import (
     slots_of,
 )
 from memlab.techniques.offload.lending import Lending, set_gradient
-from memlab.techniques.offload.spill import Spill, is_spilled, resolve_tier
+from memlab.techniques.offload.spill import Offload, Spill, is_spilled
 
 # what in a loop has the values of weights
 _HELD = "as p.data, in a state dict, as NumPy arrays, in a graph that is still alive"
@@ -63,10 +63,10 @@ Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
 
 
-class OffloadParams(Technique):
+class OffloadParams(Offload):
     """Stream the parameters of repeated blocks; see the module for the rules and the known limitations."""
 
-    field = "offload"
+    what = Offloaded.PARAMS
     changes_modules = True
     was_reached = True
     descriptions = (
@@ -92,18 +92,14 @@ class OffloadParams(Technique):
         self._gradients: _Gradients
 
     @classmethod
-    def wanted(cls, plan: Plan) -> bool:
-        return plan.tier_of(Offloaded.PARAMS) is not None
-
-    @classmethod
     def setting(cls, plan: Plan) -> Any:
         # pure bf16 makes other data of parameters, and must find them on their device
-        return plan.tier_of(Offloaded.PARAMS), plan.precision is Precision.PURE_BF16
+        return super().setting(plan), plan.precision is Precision.PURE_BF16
 
     # -- whether it applies --------------------------------------------------------------------
 
     def check(self, workload: Workload) -> None:
-        self._tier(workload)
+        self._tier(workload.device)
         if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
             raise RefusalError(
                 self.field,
@@ -147,9 +143,6 @@ class OffloadParams(Technique):
                 "use torch.optim.AdamW with --offload params, or LBFGS without it",
             )
 
-    def _tier(self, workload: Workload) -> Tier:
-        return resolve_tier(self.plan.tier_of(Offloaded.PARAMS) or Tier.AUTO, workload.device, Offloaded.PARAMS)
-
     # -- in and out ----------------------------------------------------------------------------
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
@@ -170,7 +163,7 @@ class OffloadParams(Technique):
             )
         self._parameters = parameters
         link = Link(parameters[0].device)
-        self._spill = Spill(self._tier(workload))
+        self._spill = Spill(self._tier(workload.device))
         self._gradients = _Gradients(self._spill, link)
         self._streaming = BlockStreaming(blocks, link, self._spill, self._gradients.watch)
         self._gradients.serve(self._streaming)

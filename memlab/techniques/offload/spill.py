@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
-from memlab.plan import Tier
+from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.techniques.base import Technique
 from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
 from memlab.techniques.offload.transfers import settle
 
@@ -58,6 +59,25 @@ def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
             f"use --offload {what}:disk (the default there)",
         )
     return tier
+
+
+class Offload(Technique):
+    """What the techniques that keep something off the device have in common: the setting says where it goes."""
+
+    field = "offload"
+    what: ClassVar[Offloaded]
+
+    @classmethod
+    def wanted(cls, plan: Plan) -> bool:
+        return plan.tier_of(cls.what) is not None
+
+    @classmethod
+    def setting(cls, plan: Plan) -> Any:
+        return plan.tier_of(cls.what)
+
+    def _tier(self, device: torch.device) -> Tier:
+        """Return where it goes from a device. Raises `RefusalError`: to nowhere that saves anything."""
+        return resolve_tier(self.plan.tier_of(self.what) or Tier.AUTO, device, self.what)
 
 
 class Spill:
