@@ -238,6 +238,13 @@ def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.copy_(values)
 
 
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same, what is no number included."""
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    return bool(torch.equal(one, other) or ((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def is_in_shared_memory(tensor: torch.Tensor) -> bool:
     """Return whether other processes may read and write a tensor of the host's, and would not see another one in its place."""
     return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]

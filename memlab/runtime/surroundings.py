@@ -25,7 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
-from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back
+from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back, same_values
 from memlab.runtime.containers import Container, Effect, Items
 from memlab.runtime.dispatch import StorageWatch
 from memlab.runtime.modules import Members
@@ -267,7 +267,7 @@ class _Tensor:
     def is_changed(self) -> bool:
         if self.tensor._version != self._version or self._storage.is_another:
             return True
-        return self._compares and not _same_values(self.tensor.detach().to(self._home), self._copy)
+        return self._compares and not same_values(self.tensor.detach().to(self._home), self._copy)
 
     def put_back(self) -> None:
         """Give it what it had before."""
@@ -285,9 +285,3 @@ class _Tensor:
             return
         with torch.no_grad():
             overwrite(self.tensor.detach(), value)
-
-
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    return bool(torch.equal(one, other) or ((one == other) | (one.isnan() & other.isnan())).all())

@@ -6,6 +6,7 @@ A run of 1,000 is `python -m tests.techniques.test_trees 0 1000`.
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import sys
 import warnings
@@ -23,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.measuring.runs import training_step
 from memlab.records import Category
+from memlab.techniques.checkpointing.look import same
 from tests.techniques.trees import Case, differences
 from tests.techniques.vision import MODELS, vision_workload
 
@@ -160,6 +162,13 @@ def test_a_part_that_computes_something_else_when_run_again_is_left_alone_and_sa
         for _ in range(2):
             model(torch.randn(4, 8)).square().mean().backward()
             assert session.notes[-1] == "0[0..2] computed something else when run again, and is not recomputed"
+
+
+def test_what_is_no_number_is_not_the_same_as_zero() -> None:
+    values = torch.tensor([1.0, math.nan])
+    assert same(values, values.clone())
+    assert not same(values, torch.tensor([1.0, 0.0]))
+    assert not same(values, "values")
 
 
 def test_hooks_that_only_look_run_once_and_those_that_change_something_run_again() -> None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memlab.runtime.aliases import put_back
+from memlab.runtime.aliases import put_back, same_values
 from memlab.runtime.dispatch import written_by
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -273,11 +273,9 @@ def _without_graph(value: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other)
-    if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype is not other.dtype:
-        return False
     if isinstance(one, FakeTensor) or one.layout is not torch.strided:
-        return True
+        return one.shape == other.shape and one.dtype is other.dtype
     with torch.no_grad():
-        return bool(torch.equal(one, other)) or bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+        return same_values(one, other)
