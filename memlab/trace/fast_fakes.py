@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Recipe:
     # for each result the place of the argument it is, or shape, stride and dtype; None for no tensor
     results: tuple[Any, ...] = ()
     container: Callable[[Iterable[Any]], Any] | None = None  # the type the results come in; None for a single one
-    learnt: dict[str, Any] = field(default_factory=dict)  # room for what a caller wants to remember with it
+    cost: Any = None  # what the recorder has found that a call costs
 
     @property
     def bears_nothing(self) -> bool:

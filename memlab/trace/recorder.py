@@ -49,7 +49,6 @@ _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, Unsupport
 # those of which CUDA's kernel makes the last result first
 _BACKWARDS = frozenset((_aten.native_dropout.default,))
 _DEVICE = torch.ops.prim.device.default
-_COST = "cost"
 
 # called with an operator and its arguments
 Inside = Callable[[Any, tuple[Any, ...], dict[str, Any]], Temporaries | None]
@@ -230,13 +229,13 @@ class Recorder(Ledger):
     def _price(
         self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, begin: int
     ) -> None:
-        known = None if recipe is None else recipe.learnt.get(_COST)
+        known = None if recipe is None else recipe.cost
         if known is None:
             work = work_of(func, args, kwargs, out)
             inside = self._inside(func, args, kwargs) if work is not None and self._inside else None
             known = work, inside
             if recipe is not None:
-                recipe.learnt[_COST] = known
+                recipe.cost = known
         work, inside = known
         if work is None:
             return

@@ -7,8 +7,8 @@ Rules:
    up counts the rows that are taken.
 2. Views and the making of memory that nothing is written to are no work.
 3. The arithmetic of products is counted by torch's own formulas (`torch.utils.flop_counter`), or by the same ones
-   written out here where they are needed thousands of times a step or are missing there.
-4. What can be known from an operator's schema is learnt once; what depends on shapes only is kept by shape.
+   written out here where they are missing there or refuse arguments.
+4. What can be known from an operator's schema is learnt once; what depends on shapes the recorder keeps by shape.
 """
 
 from __future__ import annotations
@@ -321,34 +321,15 @@ class _Rule:
 class _ProductRule(_Rule):
     """Cost of products: by a formula of their shapes, besides their memory traffic."""
 
-    def __init__(self, name: str, schema: Any, kind: Kind, flops: _Flops) -> None:
+    def __init__(self, name: str, schema: Any, kind: Kind, own: _Flops | None, formula: Any) -> None:
         super().__init__(name, schema)
         self.kind = kind
-        self._flops = flops
+        self._own, self._formula = own, formula  # the latter is torch's
 
     def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work:
-        moved = self._moved_bytes(args, kwargs, out)
-        flops, made = self._flops_of(args, kwargs, out), self._made_bytes(out)
+        moved, made = self._moved_bytes(args, kwargs, out), self._made_bytes(out)
+        flops = float(self._formula(*args, **kwargs, out_val=out)) if self._own is None else self._own(args)
         return Work(flops, moved, _floating_dtype(args), self._kernels, 0, self.kind, made)
-
-    def _flops_of(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> float:
-        return self._flops(args)
-
-
-class _FormulaRule(_ProductRule):
-    """A formula of torch's registry, which walks its arguments as a tree: its answers are kept by shape."""
-
-    def __init__(self, name: str, schema: Any, kind: Kind, formula: Callable[..., Any]) -> None:
-        super().__init__(name, schema, kind, formula)
-        self._formula = formula
-        self._known: dict[Any, float] = {}
-
-    def _flops_of(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> float:
-        key = (_shapes(args), _shapes(out))
-        flops = self._known.get(key)
-        if flops is None:
-            flops = self._known[key] = float(self._formula(*args, **kwargs, out_val=out))
-        return flops
 
 
 class _ForeachRule(_Rule):
@@ -374,12 +355,6 @@ def _item(args: _Args, _kwargs: Mapping[str, Any], _out: Any) -> Work:
     """Work of reading one value: it crosses to the host, and the host waits for it."""
     size_bytes = args[0].element_size()
     return Work(0.0, size_bytes, "other", 1, 0 if args[0].is_cpu else size_bytes)
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    return tuple(map(_shapes, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_written(argument: Any) -> bool:
@@ -418,14 +393,11 @@ def _rule_of(func: Any) -> _Pricer | None:
         return _item
     if name in _NO_WORK or _is_view(schema) or not _touches_tensors(schema):
         return None
-    for kind, table in ((Kind.PRODUCT, _PRODUCTS), (Kind.ATTENTION, _ATTENTION)):
-        flops = table.get(name.removesuffix("_"))  # addmm_ as addmm
-        if flops is not None:
-            return _ProductRule(name, schema, kind, flops)
-    formula = flop_registry.get(getattr(func, "overloadpacket", None))
-    if formula is not None:
+    own = name.removesuffix("_")  # addmm_ as addmm
+    flops, formula = _PRODUCTS.get(own) or _ATTENTION.get(own), flop_registry.get(getattr(func, "overloadpacket", None))
+    if flops is not None or formula is not None:
         kind = Kind.ATTENTION if "attention" in name else Kind.PRODUCT
-        return _FormulaRule(name, schema, kind, formula)
+        return _ProductRule(name, schema, kind, flops, formula)
     if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")) and "rms_norm" not in name:
         return _ForeachRule(name, schema)
     return _Rule(name, schema)
