@@ -17,7 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from memlab.errors import MemlabError, RefusalError, first_line, listed
 from memlab.plan import Precision
 from memlab.runtime.containers import Effect
-from memlab.runtime.graphs import functions_of_users
+from memlab.runtime.graphs import functions_of_users, nodes_of
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
@@ -25,7 +25,6 @@ from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.tree import flatten, tensors_in
 from memlab.techniques.base import ModelCall
-from memlab.techniques.precision.loss_scale import nodes_of
 from memlab.techniques.precision.masters import Masters
 
 _FIELD = "precision"
@@ -199,10 +198,10 @@ def _seeing_scale(effects: Mapping[str, Effect], output: Any, hooked: Sequence[s
     }
     with torch._C.DisableTorchFunctionSubclass():  # logits that wait are not computed for this
         within = nodes_of(tensors_in(output))
-    if past := next((name for name, leaf in left.items() if id(leaf.grad_fn) not in within), None):
+    if past := next((name for name, leaf in left.items() if leaf.grad_fn not in within), None):
         return f"its gradients are scaled at the output, and {past} is past it"
     seeing = [
-        *(f"{name}.backward" for name in functions_of_users(within.values())),
+        *(f"{name}.backward" for name in sorted(functions_of_users(within))),
         *(f"a hook ({name})" for name in hooked),
         *(f"{name}.grad" for name, leaf in left.items() if leaf.retains_grad),
     ]

@@ -21,7 +21,7 @@ Numbered rules:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -296,12 +296,6 @@ def _places(node: Any, leaves: Collection[int]) -> frozenset[int]:
         for place, (following, _) in enumerate(node.next_functions)
         if id(getattr(following, "variable", None)) in leaves
     )
-
-
-def nodes_of(outputs: Iterable[torch.Tensor]) -> Mapping[int, Any]:
-    """Return all nodes that outputs are made by, by identity."""
-    outside, calls, inside, _ = _walk([output.grad_fn for output in outputs])
-    return outside | calls | inside
 
 
 def _walk(roots: Sequence[Any]) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
