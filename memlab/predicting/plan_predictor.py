@@ -123,18 +123,6 @@ class Parts:
         return sum(segment.seconds for segment in self.segments)
 
 
-@dataclass(frozen=True)
-class _Passed:
-    """Forward and backward passes of a step."""
-
-    segments: Sequence[Segment]
-    host_bytes: int
-    notes: tuple[str, ...]
-    look: Segment | None
-    look_base: Levels | None = None
-    kept: Levels = NOTHING
-
-
 class PlanPredictor:
     """Traces one workload, or several of which a step is recorded, for one target, and puts plans together."""
 
@@ -156,7 +144,7 @@ class PlanPredictor:
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
         self._applied: Applied | None = None
-        self._replayed: dict[Plan, tuple[Trace, _Passed]] = {}
+        self._replayed: dict[Plan, tuple[Trace, Parts]] = {}
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
@@ -259,29 +247,22 @@ class PlanPredictor:
 
     def _composed(self, plan: Plan) -> Parts:
         is_split = plan.accumulation > 1
-        if self._tape is not None or (is_split and self._is_replayed):
-            whole, passed = self._in_parts(plan)
-        else:
-            settings = of_model(plan)
-            whole = self._passes.whole(without_budget(settings) if is_split else settings)
-            passed = self._repeated(plan, whole.samples)
+        is_in_parts = self._tape is not None or (is_split and self._is_replayed)
+        whole, passed = self._in_parts(plan) if is_in_parts else self._repeated(plan)
         update, updating, first = self._update(_of_optimizers(plan), whole)
         before = update.observation.baseline_bytes
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
         staying = _sizes(whole, Category.ACTIVATIONS) | _sizes(whole, Category.GRADIENTS)
         dying = {number for _, size_bytes, number, _ in whole.observation.raw if size_bytes < 0}
-        return Parts(
-            base=added(added(without_state(levels(whole.observation.baseline_bytes)), state), self._workspaces),
+        return replace(
+            passed,
+            base=added(added(passed.base, state), self._workspaces),
             segments=(*passed.segments, updating),
-            samples=whole.samples,
-            tokens=whole.tokens,
             host_bytes=passed.host_bytes + update.host_bytes,
             notes=tuple(dict.fromkeys((*passed.notes, *update.notes))),
-            look=passed.look,
             look_base=None if passed.look_base is None else added(passed.look_base, added(state, self._workspaces)),
-            empties_cache=plan.accumulation > 1,
+            empties_cache=is_split,
             has_state=self._has_state,
-            kept=passed.kept,
             inputs=tuple(size for number, size in staying.items() if number not in dying),
             carried={number: size for number, size in staying.items() if number in dying},
             owned=_sizes(update, Category.PARAMETERS),
@@ -300,22 +281,26 @@ class PlanPredictor:
             self._applied = Applied(before, segment_of(trace, self.target.rates).events, after)
         return self._applied
 
-    def _repeated(self, plan: Plan, rows: int) -> _Passed:
-        """Return a pass for each micro-batch, or the one of the whole batch."""
+    def _repeated(self, plan: Plan) -> tuple[Trace, Parts]:
+        """Return the pass of the whole batch, and a step of it or of one for each micro-batch, without its update."""
         settings = of_model(plan)
         is_split = plan.accumulation > 1
-        sizes = [stop - start for start, stop in row_ranges(rows, plan.accumulation)]
+        whole = self._passes.whole(without_budget(settings) if is_split else settings)
+        sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
         about_outputs = () if is_split else self._about_outputs(settings)
-        return _Passed(
-            segments=self._passes.segments(settings, sizes),
+        return whole, Parts(
+            base=without_state(levels(whole.observation.baseline_bytes)),
+            segments=tuple(self._passes.segments(settings, sizes)),
+            samples=whole.samples,
+            tokens=whole.tokens,
             host_bytes=self._passes.host_bytes(settings, max(sizes)),
             notes=(*self._passes.notes(settings, max(sizes)), *about_outputs),
             look=self._looked(plan, settings, sizes),
             kept=self._passes.kept(settings) if is_split else NOTHING,
         )
 
-    def _in_parts(self, plan: Plan) -> tuple[Trace, _Passed]:
-        """Return the one pass in which micro-batches are replayed, or that was recorded, and what becomes of it."""
+    def _in_parts(self, plan: Plan) -> tuple[Trace, Parts]:
+        """Return the one pass in which micro-batches are replayed, or that was recorded, and a step of it without its update."""
         settings = replace(of_model(plan), accumulation=plan.accumulation, batchnorm=plan.batchnorm)
         if settings not in self._replayed:
             if self._tape is None:
@@ -324,11 +309,18 @@ class PlanPredictor:
                 first, trace = self._tracer.passes_of_tape(settings, self._tape)
             rates = self.target.rates_under(settings)
             has_look = plan.accumulation > 1 or first.is_decided
-            look = segment_of(first, rates) if has_look else None
-            base = without_state(levels(first.observation.baseline_bytes))
             self._replayed[settings] = (
                 trace,
-                _Passed([segment_of(trace, rates)], trace.host_bytes, trace.notes, look, base),
+                Parts(
+                    base=without_state(levels(trace.observation.baseline_bytes)),
+                    segments=(segment_of(trace, rates),),
+                    samples=trace.samples,
+                    tokens=trace.tokens,
+                    host_bytes=trace.host_bytes,
+                    notes=trace.notes,
+                    look=segment_of(first, rates) if has_look else None,
+                    look_base=without_state(levels(first.observation.baseline_bytes)),
+                ),
             )
         return self._replayed[settings]
 
