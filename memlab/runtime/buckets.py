@@ -18,10 +18,15 @@ _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
 _SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
 
 
+def parameters_in(optimizer: Optimizer) -> Iterator[Parameter]:
+    """Yield the parameters of an optimizer, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:
     """Yield the parameters of an optimizer that have a gradient, in order."""
-    for group in optimizer.param_groups:
-        yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+    return (parameter for parameter in parameters_in(optimizer) if parameter.grad is not None)
 
 
 def group_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def share_of(optimizer: Optimizer) -> int:
         >>> share_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(64))], lr=0.5))
         16
     """
-    elements: int = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    elements: int = sum(parameter.numel() for parameter in parameters_in(optimizer))
     return min(BUCKET_BYTES, _ADAM_BYTES_PER_ELEMENT * elements // _SHARES)
 
 

@@ -60,7 +60,7 @@ from torch.autograd.graph import GradientEdge
 from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
-from memlab.runtime.buckets import is_separable, share_of, size_of
+from memlab.runtime.buckets import is_separable, parameters_in, share_of, size_of
 from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
@@ -215,7 +215,7 @@ class GradientRelease(Technique):
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         undo.callback(self._forget_optimizer, optimizer)
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_in(optimizer):
             # what is no part of the model is updated with it, so that a Ctrl-C finds all updated or none
             if not any(id(parameter) in other._heard for other in hearing):
                 self._hear_of(parameter, undo)
@@ -230,7 +230,7 @@ class GradientRelease(Technique):
                 self.note_once(reasons.SHARED)
 
     def _forget_optimizer(self, optimizer: Optimizer) -> None:
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_in(optimizer):
             self._owners.pop(id(parameter), None)
         self._close(optimizer)
         self._watched.pop(optimizer, None)
@@ -346,7 +346,7 @@ class GradientRelease(Technique):
             p
             for optimizer in self._updating()
             if not self._is_seen(optimizer)
-            for p in _parameters_of(optimizer)
+            for p in parameters_in(optimizer)
             if id(p) not in self._gone
         )
         there = [(id(p), p.grad) for p in own if p.grad is not None and not p.grad.is_sparse]
@@ -459,7 +459,7 @@ class GradientRelease(Technique):
                 "the loop changes the optimizer's settings (its learning rate?) between backward() and step()",
                 "change them before backward() or after step()",
             )
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_in(optimizer):
             completed = self._as_completed.pop(id(parameter), None)
             if completed not in (None, _state_of_gradient(parameter)) and not _was_moved(parameter.grad):
                 raise self._refusal(*reasons.WRITTEN_LATER)
@@ -487,7 +487,7 @@ class GradientRelease(Technique):
             self._watched[optimizer] += 1
         self._was_left = False
         if not self._is_known:
-            self._used |= self._complete.intersection(map(id, _parameters_of(optimizer)))
+            self._used |= self._complete.intersection(map(id, parameters_in(optimizer)))
         self._close(optimizer)
         self._was_called = False
         if self._complete or self._used or self._gone:
@@ -495,7 +495,7 @@ class GradientRelease(Technique):
 
     def _close(self, optimizer: Optimizer) -> None:
         """The step of an optimizer is over."""
-        self._complete.difference_update(map(id, _parameters_of(optimizer)))
+        self._complete.difference_update(map(id, parameters_in(optimizer)))
         step = self._steps.pop(optimizer, None)
         if step is not None and len(optimizer.state) > step.known:
             order_state(optimizer, step.known)
@@ -537,7 +537,7 @@ class GradientRelease(Technique):
             return
         # within transforms of torch.func, and of other layouts, tensors have no storage
         places = {storage_of(tensor) for tensor in tensors if torch._C._has_storage(tensor)}
-        updated = (p for step in self._steps for p in _parameters_of(step) if id(p) in self._complete)
+        updated = (p for step in self._steps for p in parameters_in(step) if id(p) in self._complete)
         if any(storage_of(parameter) in places for parameter in updated):
             self._refuse(
                 f"the loop writes to weights between backward() and optimizer.step(){where()}, when they would be updated",
@@ -639,11 +639,6 @@ def _this_thread() -> object:
 
 def _is_own(hook: Any) -> bool:
     return type(getattr(hook, "__self__", None)).__module__.startswith("memlab.")
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _settings_of(optimizer: Optimizer) -> Settings:

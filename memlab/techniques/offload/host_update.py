@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.runtime.buckets import counts_on_device
+from memlab.runtime.buckets import counts_on_device, parameters_in
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.optimizer_step import plain_stepper, restored_on_failure
 from memlab.runtime.state_layers import SMALL_ELEMENTS
@@ -45,7 +45,7 @@ def is_served(optimizer: Optimizer) -> bool:
         >>> is_served(torch.optim.AdamW(parameters)), is_served(torch.optim.SGD(parameters))
         (True, False)
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [*parameters_in(optimizer)]
     return (
         type(optimizer) in _SERVED
         and not any(group["differentiable"] for group in optimizer.param_groups)

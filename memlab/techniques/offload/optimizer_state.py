@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.buckets import parameters_in
 from memlab.runtime.homes import home_of
 from memlab.runtime.state_entries import PackedState
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
@@ -91,9 +92,8 @@ class OffloadOptimizer(Offload):
                 "LBFGS keeps one history for all parameters and evaluates the loss several times in a step",
                 "use torch.optim.AdamW with --offload optimizer, or LBFGS without it",
             )
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._tier(home_of(parameter))
+        for parameter in parameters_in(optimizer):
+            self._tier(home_of(parameter))
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         # a prediction says so of parameters without values on the CPU
@@ -254,9 +254,8 @@ class OffloadOptimizer(Offload):
     def _forget(self, optimizer: Optimizer) -> None:
         settle()
         self._on_host.pop(optimizer, None)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._kept.pop(parameter, None)
+        for parameter in parameters_in(optimizer):
+            self._kept.pop(parameter, None)
 
 
 def _moves(value: Any) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
-from memlab.runtime.buckets import group_of
+from memlab.runtime.buckets import group_of, parameters_in
 from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.state_entries import PackedState, set_state
 from memlab.runtime.state_layers import shown
@@ -89,7 +89,7 @@ class OptimizerConversion(Technique):
         if converted and not parameters:
             reason = f"{workload.name} repeats no blocks, whose matrices {self.choice} updates"
             raise RefusalError(_FIELD, reason, "use --adam8bit or --optim adafactor")
-        if any(id(each) not in own for one in converted for group in one.param_groups for each in group["params"]):
+        if any(id(each) not in own for one in converted for each in parameters_in(one)):
             reason = f"{self.choice} goes by the blocks of one model, and the optimizer of {workload.name} has other parameters too"
             raise RefusalError(_FIELD, reason, "use --adam8bit or --optim adafactor")
 
@@ -324,15 +324,13 @@ def _refuse_coupled_decay(optimizer: Optimizer, choice: OptimizerChoice) -> None
 
 
 def _refuse_gradients(optimizer: Optimizer, choice: OptimizerChoice) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise _sparse_gradients(choice)
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters_in(optimizer)):
+        raise _sparse_gradients(choice)
 
 
 def _refuse_dtypes(optimizer: Optimizer, choice: OptimizerChoice) -> None:
     allowed = REPLACEMENTS[choice].dtypes
-    odd = {p.dtype for group in optimizer.param_groups for p in group["params"] if p.dtype not in allowed}
+    odd = {p.dtype for p in parameters_in(optimizer) if p.dtype not in allowed}
     if allowed and odd:
         found, takes = odd.pop(), ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         nearest = "leave the optimizer as it is" if found.is_complex else "use --optim adafactor"
