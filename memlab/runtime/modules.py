@@ -96,6 +96,7 @@ class Members:
     """Parts and parameters that modules have at one moment, to take away those that a forward pass makes.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> members = Members(model)
         >>> model.append(nn.Linear(2, 2)).scale = nn.Parameter(torch.ones(2))
