@@ -16,10 +16,19 @@ from memlab.runtime import hooks
 from memlab.runtime.aliases import KEEP_WHOLE, Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
 from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints, other_results
-from memlab.runtime.graphs import are_batched, asks_for_gradient, hooks_on_saved_tensors, sequence_nr, uses_of
+from memlab.runtime.graphs import (
+    are_batched,
+    asks_for_gradient,
+    functions_of_users,
+    hooks_on_saved_tensors,
+    nodes_of,
+    sequence_nr,
+    uses_of,
+)
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, requires_grad, with_graph
 from memlab.runtime.modules import Modes, parameters_made
+from memlab.runtime.reach import has_backward_hooks
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.escapes import earlier_graph
@@ -46,6 +55,8 @@ class Learnt:
     # whether a call without gradients would do something else: its forward derives or sets hooks, or it is compiled,
     # and calls with and without gradients would be compiled each by itself
     needs_graph: bool = False
+    # whether a backward pass runs code of the user's, which may read what the loop sets before it; None before the first call
+    runs_code: bool | None = None
     # told of what is refused in a backward pass
     refused: Callable[[MemlabError], None] = lambda _refusal: None
     # outputs since the last step that are computed only when the loop looks at them
@@ -328,15 +339,24 @@ class MicroRun:
         return found | {id(part): of for part, of in pairs if isinstance(of, torch.Tensor)}
 
     def _choose_form(self, outputs: Outputs) -> None:
+        if self._learnt.runs_code is None:
+            graph = [leaf for leaf in outputs.leaves if type(leaf) is torch.Tensor and leaf.grad_fn is not None]
+            self._learnt.runs_code = bool(functions_of_users(nodes_of(graph)))
         if not self._repeats:
             self._learnt.fused = (
                 outputs.loss >= 0
+                and not self._runs_code
                 and outputs.loss in self._division.weights
                 and requires_grad(outputs.leaves[outputs.loss])
             )
             self._fused = self._learnt.fused
         if self._fused and self._context.scales_gradients:
             self._inner_scale = self._learnt.loop_scale
+
+    @property
+    def _runs_code(self) -> bool:
+        """Return whether a backward pass runs code of the user's: it is to run in the loop's, where it may find something else set."""
+        return self._learnt.runs_code or has_backward_hooks(self._model)
 
     def _backward_of_loss(self, micro_batch: Call, loss: torch.Tensor, weight: float) -> None:
         if weight:  # without a target the mean of this micro-batch is 0/0
@@ -441,18 +461,28 @@ class MicroRun:
         if self._kept is not None:
             order.insert(0, order.pop())  # its graph is there: use it first, so that it is freed first
         replayed: dict[int, dict[int, torch.Tensor]] = {}
-        with (
-            self._random_kept(),
-            self._aliases.in_place(),
-            self._context.entered(),
-            self._as_before(),
-            torch.enable_grad(),
-        ):
-            for index in order:
-                replayed[index] = self._replay_one(index, wanted)
-                if self._snapshot is not None:
-                    self._snapshot.restore(strict=False)
+        runs_code = self._runs_code
+        with self._random_kept(), self._aliases.in_place(), self._context.entered(), torch.enable_grad():
+            now = Surroundings(self._model) if runs_code else None
+            with nullcontext() if runs_code else self._as_before():
+                for index in order:
+                    replayed[index] = self._replay_one(index, wanted, self._as_before if runs_code else nullcontext)
+                    if now is not None:
+                        self._check_code(now)
+                    elif self._snapshot is not None:
+                        self._snapshot.restore(strict=False)
         self._inputs.add(replayed)
+
+    def _check_code(self, now: Surroundings) -> None:
+        """Refuse what code of the user's changes in a backward pass: it would once for each micro-batch."""
+        if changed := next(iter(now.effects()), ""):
+            now.restore(strict=False)
+            name = type(self._model).__name__
+            raise RefusalError(
+                _FIELD,
+                f"the backward pass of {name} changes {changed}, and would once for each micro-batch",
+                KEEP_WHOLE,
+            )
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -470,12 +500,15 @@ class MicroRun:
             if statistics is not None:
                 statistics.restore(strict=False)
 
-    def _replay_one(self, index: int, wanted: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _replay_one(
+        self, index: int, wanted: Mapping[int, torch.Tensor], as_before: Callable[[], AbstractContextManager[None]]
+    ) -> dict[int, torch.Tensor]:
         if self._kept is not None and index == self._count - 1:
             (micro_batch, outputs), self._kept = self._kept, None
         else:
             self._random_states[index].restore()
-            micro_batch, outputs = self._run(index)
+            with as_before():
+                micro_batch, outputs = self._run(index)
             self._require_same(index, outputs, wanted)
         pairs = self._gathered.shares(outputs, wanted, index)
         del outputs
