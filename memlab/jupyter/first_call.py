@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ from memlab.runtime.ownership import (
     is_made,
     live_optimizers,
     optimizers_of,
+    stepped_by,
     steps_others,
     steps_some_of,
     unwrap_model,
@@ -321,6 +322,8 @@ class ModelSearch:
             for each, taken in self._models.present
         ):
             self._begin_again()
+        if self._models.sessions and self._is_another_form(called, optimizers):
+            return False
         has_made_optimizers = any(one not in self._known for one in live_optimizers())
         if not optimizers and (self._models.sessions or (calls == 1 and has_made_optimizers)):
             # a teacher or a loss with weights, unless it is called again and nothing else trains
@@ -334,6 +337,14 @@ class ModelSearch:
             self.has_trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
         self._take(workload)
         return bool(self._errors.failure)
+
+    def _is_another_form(self, called: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Return whether all that is updated of a module belongs to a model that is taken: an export of it, a parametrization."""
+        taken = {id(each) for session in self._models.sessions for each in session.workload.model.parameters()}
+        updated = {key for optimizer in optimizers for key in stepped_by(optimizer)}
+        own = {id(parameter) for parameter in called.parameters()} & updated
+        holds = any(_holds(called, session.workload.model) for session in self._models.sessions)
+        return bool(own) and own <= taken and not holds
 
     def _begin_again(self) -> None:
         """Let go of what turns out to be parts of one model, which its making or a first look had called by themselves."""

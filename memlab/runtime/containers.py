@@ -6,6 +6,7 @@ import array
 import contextvars
 import ctypes
 import functools
+import gc
 import io
 import operator
 import types
@@ -424,3 +425,16 @@ def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
         for name, member in vars(base).items()
         if isinstance(member, types.MemberDescriptorType)
     }
+
+
+def caches_of(function: Any) -> list[dict[Any, Any]]:
+    """Return what a function under `functools.lru_cache` remembers, which has no other name.
+
+    Example:
+        >>> @functools.cache
+        ... def square(number):
+        ...     return number**2
+        >>> square(3), caches_of(square)
+        (9, [{3: 9}])
+    """
+    return [each for each in gc.get_referents(function) if type(each) is dict and each is not vars(function)]

@@ -234,6 +234,11 @@ class Walk(ABC):
                 self.met(containers.Array(value, _always(name)))
         elif isinstance(value, nn.Module):
             self.beside(value, name)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            if self._is_new(value):
+                for cache in containers.caches_of(value):
+                    self._dict(cache, lambda key: f"the cache of {name} ({key!r})", depth)
+                self._function(value.__wrapped__, name, depth)
         elif containers.is_unreadable(value):
             if self._is_new(value):
                 self.unreadable.append(f"{name} ({type(value).__name__})")

@@ -24,6 +24,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
+# modules of Python's whose frames say by local names which module they ask
+_ASKING = ("torch.nn.modules.module", "copy")
 _CALLING = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
@@ -139,6 +141,22 @@ def called_by(frame: FrameType) -> Any:
     return frame.f_locals.get("self") if frame.f_code in _CALLING else None
 
 
+def copy_in(frame: FrameType, name: str, value: Any, owner: nn.Module | None) -> nn.Module | None:
+    """Return the module that a frame of torch's, or of `copy`, asks for an attribute of memlab's, if it is not the one that has it.
+
+    Args:
+        frame: which asks.
+        name: of the attribute.
+        value: the attribute.
+        owner: the module that memlab has put it on; None where it is gone.
+    """
+    if frame.f_globals.get("__name__") not in _ASKING:
+        return None
+    found = (frame.f_locals.get(each) for each in ("module", "self", "x"))
+    asked = next((each for each in found if isinstance(each, nn.Module) and vars(each).get(name) is value), owner)
+    return None if asked is owner else asked
+
+
 class StandIn(InPlace):
     """A method of one module instance, which memlab has put there."""
 
@@ -150,11 +168,11 @@ class StandIn(InPlace):
         self.owner, self._name = module, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and (called := called_by(sys._getframe(1))) is not None:
-            module = self.owner()
-            if called is not module and vars(called).get(self._name) is self:
-                made_the_users(called)
-                return getattr(called, self._name)(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            copied = copy_in(sys._getframe(1), self._name, self, self.owner())
+            if copied is not None:
+                made_the_users(copied)
+                return getattr(copied, self._name)(*args, **kwargs)
         return self._replacement(*args, **kwargs)
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
@@ -220,7 +238,7 @@ def _cleaned(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _state_without_stand_ins(module: weakref.ref[nn.Module]) -> Any:
     """The state of a module for a pickle or a copy, as it would be without memlab."""
-    alive: Any = module()
+    alive: Any = _asked(module, _STATE)
     kind: Any = type(alive)
     state = kind.__getstate__(alive)
     return _cleaned(state) if isinstance(state, dict) else state
@@ -228,7 +246,7 @@ def _state_without_stand_ins(module: weakref.ref[nn.Module]) -> Any:
 
 def _copied_without_stand_ins(module: weakref.ref[nn.Module], memo: dict[int, Any]) -> Any:
     """A copy as the class of a module makes it, as it would be without memlab."""
-    alive: Any = module()
+    alive: Any = _asked(module, _COPY)
     own = _cleaned(vars(alive))
     for key, value in vars(alive).items():
         if own.get(key, memo) is not value:
@@ -237,6 +255,12 @@ def _copied_without_stand_ins(module: weakref.ref[nn.Module], memo: dict[int, An
     for key in vars(alive).keys() - own.keys():
         vars(made).pop(key, None)
     return made
+
+
+def _asked(module: weakref.ref[nn.Module], name: str) -> nn.Module | None:
+    """Return the module that a copy or a pickle is asked of: the one that memlab has put the answer on, or a copy of that."""
+    owner = module()
+    return copy_in(sys._getframe(2), name, vars(owner).get(name), owner) or owner
 
 
 def _is_answer(value: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from memlab import Workload, fit
+from memlab import RefusalError, Workload, fit
 
 PLANS = (
     "",
@@ -211,3 +213,133 @@ def test_constants_may_share_memory_where_gradients_are_released() -> None:
             self[0].register_buffer("mean", mean[None])
 
     trained(Normed, "--release-grads", lambda: torch.randn(8, 4))
+
+
+class Scaled(nn.Module):
+    """Scales gradients by what is set when they come: by a hook, or by a function of its own."""
+
+    def __init__(self, *, hooked: bool, loss: bool = False) -> None:
+        super().__init__()
+        self.body, self.by, self.gives_loss = blocks(), 1.0, loss
+        if hooked:
+            self.body[1].register_full_backward_hook(lambda part, given, _: (given[0] * self.by,))
+        self.hooked = hooked
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out = self.body(rows)
+        out = out if self.hooked else _Scaling.apply(out, self)
+        return out.square().mean() if self.gives_loss else out
+
+
+class _Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, model: Any) -> torch.Tensor:
+        ctx.model = model
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.model.by, None
+
+
+@pytest.mark.parametrize(
+    "plan", ["", "--accumulate 2", "--checkpoint", "--offload activations", "--accumulate 2 --checkpoint"]
+)
+@pytest.mark.parametrize(("hooked", "loss"), [(True, False), (False, False), (False, True)])
+def test_a_backward_pass_reads_what_the_loop_sets_before_it(hooked: bool, loss: bool, plan: str) -> None:
+    def gradients(flags: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Scaled(hooked=hooked, loss=loss)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with nullcontext() if flags is None else fit(Workload(model, optimizer), flags, rescue=not flags):
+            for step in range(2):
+                out = model(torch.randn(8, 8))
+                model.by = 2.0 + step
+                (out if loss else out.square().mean()).backward()
+                model.by = 1.0
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(gradients(plan), gradients(None), strict=True)
+    )
+
+
+def test_what_a_backward_pass_of_the_loop_changes_is_refused() -> None:
+    model = blocks()
+    seen: list[int] = []
+    noting = False
+    model[1].register_full_backward_hook(lambda _, given, __: seen.append(len(given[0])) if noting else None)
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--accumulate 2"):
+        loss = model(torch.randn(8, 8)).square().mean()
+        noting = True
+        with pytest.raises(RefusalError) as caught:
+            loss.backward()
+    assert seen == []
+    assert str(caught.value) == (
+        "accumulation: the backward pass of Sequential changes seen of a hook of 1, and would once for each micro-batch; use "
+        "--checkpoint or --offload activations, which keep the batch whole"
+    )
+
+
+class Adapting(nn.Module):
+    """Takes a step of its own within its forward pass, as test-time training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(blocks(), blocks()), nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        def loss(weights: Any, each: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(self.head, weights, each).square().mean()
+
+        weights = dict(self.head.named_parameters())
+        steps = torch.func.grad(loss)(weights, rows)
+        adapted = {name: weight - 0.1 * steps[name] for name, weight in weights.items()}
+        return torch.func.functional_call(self.head, adapted, self.body(rows))
+
+
+def test_a_forward_pass_that_differentiates() -> None:
+    rows = rows_of(torch.Tensor)
+    assert all(map(torch.equal, trained(Adapting, "--checkpoint", rows), trained(Adapting, None, rows)))
+    with pytest.raises(RefusalError) as caught:
+        trained(Adapting, "--offload activations", rows)
+    assert str(caught.value) == (
+        "offload: Adapting differentiates by torch.func in its forward pass, where torch lets nobody move what is saved; "
+        "use --checkpoint"
+    )
+
+
+_FAILS = "MEMLAB_TEST_FAILS"
+
+
+class Cached(nn.Module):
+    """Draws a mask for each number of rows, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = blocks()
+        self.mask = functools.lru_cache(maxsize=8)(lambda rows: torch.rand(rows, 1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out = self.body(rows * self.mask(len(rows)))
+        if os.environ.pop(_FAILS, None):  # which no rescue puts back
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return out
+
+
+def test_what_is_drawn_and_remembered_is_drawn_once_where_memory_runs_out() -> None:
+    def after(flags: str | None) -> tuple[list[torch.Tensor], float]:
+        torch.manual_seed(0)
+        model = Cached()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with nullcontext() if flags is None else fit(Workload(model, optimizer), flags, rescue=True):
+            for count in (4, 8, 8):
+                if flags is not None and count == 8:
+                    os.environ[_FAILS] = "1"
+                model(torch.randn(count, 8)).square().mean().backward()
+                optimizer.step()
+        return [*model.parameters()], torch.rand(()).item()
+
+    (expected, number), (found, own_number) = after(None), after("")
+    assert number == own_number
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))

@@ -49,7 +49,8 @@ def kept_by(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 def storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     """Return the storages of the tensors among some values, by identity for as long as they are held."""
     tensors = (value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided)
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    # within a transform of torch.func they have none
+    storages = (each.untyped_storage() for each in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(each))
     return {storage._cdata: storage for storage in storages}
 
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memlab.runtime import graphs
 from memlab.runtime.aliases import put_back, same_values
 from memlab.runtime.dispatch import written_by
 from memlab.runtime.lifetimes import storage_of
@@ -154,7 +155,7 @@ class Look(WriteWatch):
     # -- calls -----------------------------------------------------------------------------------
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if not self._muted and id(module) in self._modules:
+        if not self._muted and id(module) in self._modules and not graphs.is_transformed():
             self._enter(module, args)
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan
 from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
@@ -45,6 +46,10 @@ _MOVABLE = (torch.Tensor, FakeTensor)
 
 
 # --- what one forward pass saved ------------------------------------------------------------------
+
+
+# part of torch's own error, of `torch.func.grad` and its like
+_NO_HOOKS = "support saved tensor hooks"
 
 
 class _Stored:
@@ -370,8 +375,18 @@ class OffloadActivations(Offload):
         packing = _Packing(passage, staying)
         watched = not self._is_twin and (self._writes_later or self._calls < _CALLS_WATCHED)
         watching = WritesWatch(packing.is_written) if watched else nullcontext()
-        with torch.autograd.graph.saved_tensors_hooks(packing, _unpack), watching:
-            output = call(*args, **kwargs)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(packing, _unpack), watching:
+                output = call(*args, **kwargs)
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+            raise RefusalError(
+                self.field,
+                f"{type(self._model).__name__} differentiates by torch.func in its forward pass, where torch lets nobody move what "
+                "is saved",
+                "use --checkpoint",
+            ) from None
         self._calls += 1
         self._writes_later |= packing.writes_later
         return output
