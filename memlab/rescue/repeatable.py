@@ -26,6 +26,7 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.fingerprints import Fingerprint, are_others, fingerprints
 from memlab.runtime.lazy import requires_grad
 from memlab.runtime.model_state import KeptTensor, Place
+from memlab.runtime.modules import ParameterHooks
 from memlab.runtime.rng import RandomState
 from memlab.runtime.tree import Lent
 
@@ -58,6 +59,7 @@ class RepeatableCall:
         self._inputs = [i for i, leaf in enumerate(self._leaves) if requires_grad(leaf)]
         self._places: list[Place] = []  # in the model's state, where outputs are
         self._context = CallContext()
+        self._hooks_of_aliases = ParameterHooks(aliases.aliases)
         self._before = Start(model, aliases.device, [*self._leaves, *args, *kwargs.values()])
         self._found = Found(self._before.state, {id(leaf) for leaf in self._leaves})
         self._under_way = hooks.calls_under_way()
@@ -112,6 +114,7 @@ class RepeatableCall:
     def start_over(self) -> None:
         """Restore the state that the call began with."""
         self._aliases.take_gradients()  # of a backward pass that the model runs itself
+        self._hooks_of_aliases.take_away_others()
         self._before.begin_again()
 
     def is_own(self, error: BaseException) -> bool:

@@ -391,7 +391,7 @@ class Slots(MutableMapping[str, Any]):
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._places = _slots_of(type(owner))  # type: ignore[arg-type] # a class can be hashed
+        self._places = _slots_of(type(owner))
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -415,7 +415,6 @@ class Slots(MutableMapping[str, Any]):
         return bool(self._places)
 
 
-@functools.lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     # by descriptors, past a `__setattr__` that forbids to write
     return {

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils import parametrize
@@ -92,6 +93,24 @@ class Modes:
                 parameter.requires_grad = not trains
 
 
+class ParameterHooks:
+    """Hooks that parameters have at one moment, to take away those that a call which is made again has registered."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._before = [(each, [set(table) for table in self._tables(each)]) for each in parameters]
+
+    def take_away_others(self) -> None:
+        """Leave those that were there."""
+        for parameter, before in self._before:
+            for table, numbers in zip(self._tables(parameter), before, strict=True):
+                for number in table.keys() - numbers:
+                    del table[number]
+
+    @staticmethod
+    def _tables(parameter: torch.Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+        return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+
+
 class Members:
     """Parts and parameters that modules have at one moment, to take away those that a forward pass makes.
 
@@ -110,9 +129,11 @@ class Members:
             (module, dict(module._modules), {name: each is not None for name, each in module._parameters.items()})
             for module in model.modules()
         ]
+        self._hooks = ParameterHooks(model.parameters())
 
     def take_away_others(self) -> None:
-        """Give modules the parts they had, and no other parameters."""
+        """Give modules the parts they had, and no other parameters; and parameters no other hooks."""
+        self._hooks.take_away_others()
         for module, parts, had in self._before:
             for name in [name for name in module._parameters if not had.get(name)]:
                 if name in had:

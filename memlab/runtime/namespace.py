@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -368,7 +369,10 @@ def _called_part(model: nn.Module, live: Mapping[str, Any], cell: str) -> nn.Mod
 
     As of what keeps an average of weights beside the model that it holds.
     """
-    called = [each for name in _names_called(cell) if isinstance(each := live.get(name), nn.Module)]
+    names = _names_called(cell)
+    for name in (*names, *names_read_by(names, live)):
+        names += _globals_called(getattr(live.get(name), "__code__", None))
+    called = [each for name in names if isinstance(each := live.get(name), nn.Module)]
     if model in map(unwrap_model, called):
         return model
     stepped = {key for optimizer in live_optimizers() for key in stepped_by(optimizer)}
@@ -385,6 +389,15 @@ def _names_called(cell: str) -> list[str]:
     except SyntaxError:
         return []
     return [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+
+
+def _globals_called(code: Any) -> list[str]:
+    """Return the names of globals that a function's code calls itself, functions inside it included."""
+    if not isinstance(code, CodeType):
+        return []
+    steps = (step for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    within = [name for constant in code.co_consts for name in _globals_called(constant)]
+    return [*(step.argval for step in steps if "NULL" in step.argrepr), *within]  # NULL stands before what is called
 
 
 def _optimizers_for(model: nn.Module, live: Mapping[str, Any], assigned: set[str]) -> list[torch.optim.Optimizer]:

@@ -96,11 +96,12 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer of this process that updates parameters itself."""
-    kinds, waiting = set(), [torch.optim.Optimizer]
+    kinds, waiting = {}, [torch.optim.Optimizer]  # by id: not every class can be hashed
     while waiting:
         kind = waiting.pop()
-        kinds.add(kind)
-        waiting += [each for each in kind.__subclasses__() if each not in kinds]
+        kinds[id(kind)] = kind
+        waiting += [each for each in kind.__subclasses__() if id(each) not in kinds]
     live = gc.get_objects()
-    distinct = {id(one): one for one in map(unwrap_optimizer, compress(live, map(kinds.__contains__, map(type, live))))}
+    found = compress(live, map(kinds.__contains__, map(id, map(type, live))))
+    distinct = {id(one): one for one in map(unwrap_optimizer, found)}
     return list(distinct.values())

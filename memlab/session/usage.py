@@ -95,7 +95,7 @@ class Usage:
             around = [t for t in techniques if type(t).forward is not Technique.forward and self._stepped]
             idle = [t for t in around if not t.was_reached]
             why = self.how_passed_by
-            advice = f"call {'model.train() before' if self.was_evaluated else 'the model itself'}"
+            advice = f"call {'model.train() before' if self.was_evaluated else 'the model itself, or name the part that it calls with --model'}"
         else:
             idle = [] if self._workload.optimizers else [t for t in techniques if t.works_on_updates]
             why, advice = f"no optimizer updates {self._workload.name}", "train it with one of torch.optim"

@@ -460,7 +460,7 @@ def test_a_loop_that_goes_past_the_models_call_is_told(cell: Cell, before: str, 
     assert ran.error is None
     assert ran.out == (
         "memfit: --accumulate 2 had no effect: the loop trains Sequential without calling it (it calls parts of it, its "
-        "forward directly, or it within compiled code or a transform of torch.func); call the model itself; nothing was "
+        "forward directly, or it within compiled code or a transform of torch.func); call the model itself, or name the part that it calls with --model; nothing was "
         "measured\n"
     )
 

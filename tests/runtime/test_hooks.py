@@ -299,7 +299,7 @@ def test_a_loop_that_goes_past_the_call_is_told() -> None:
         trained(model.forward, optimizer)
     assert [entry.text for entry in session.log if "no effect" in entry.text] == [
         "--accumulate 2 had no effect: the loop trains Tower without calling it (it calls parts of it, its forward directly, "
-        "or it within compiled code or a transform of torch.func); call the model itself"
+        "or it within compiled code or a transform of torch.func); call the model itself, or name the part that it calls with --model"
     ]
 
 

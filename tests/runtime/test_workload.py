@@ -100,13 +100,15 @@ class TestFinding:
         assert found.model is model
 
     @pytest.mark.parametrize(
-        ("cell", "name"), [("loss = net(x)", "net"), ("loss = averaged(x)", "averaged"), ("", "averaged")]
+        ("cell", "name"),
+        [("loss = net(x)", "net"), ("loss = train(x)", "net"), ("loss = averaged(x)", "averaged"), ("", "averaged")],
     )
     def test_the_part_that_a_cell_calls_is_what_it_trains(self, cell: str, name: str) -> None:
         net = linear()
         averaged = nn.ModuleDict({"online": net, "average": linear().requires_grad_(False)})
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         namespace = {"net": net, "averaged": averaged, "optimizer": optimizer}
+        exec("def train(x): return [net(x), averaged.average]", namespace)
         found = Workload.find(namespace, f"{cell}; loss.backward(); optimizer.step(); averaged.average" if cell else "")
         assert found is not None
         assert found.model is namespace[name]

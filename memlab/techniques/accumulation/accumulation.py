@@ -74,6 +74,7 @@ from memlab.techniques.checkpointing.compiled import uncompiled
 _FULL = (Precision.KEEP, Precision.FP32)
 # of one call, while other conditions are found than those before
 _MOST_TRIES = 4
+_MOST_ROWS_JUDGED = 8  # numbers of rows of one shape
 
 
 class Accumulation(Technique):
@@ -111,6 +112,8 @@ class Accumulation(Technique):
         # parts of a multiple of so many rows
         self._verdicts: dict[tuple[Any, ...], dict[int, SplitVerdict | RefusalError | None]] = {}
         # what was in the places that forwards write to, when they were judged
+        # numbers of rows that were judged after the first, and why such a batch is not split
+        self._by_rows: dict[tuple[Any, ...], dict[int, RefusalError | None]] = {}
         self._starts: dict[tuple[Any, ...], set[Any]] = {}
         self._calls: dict[tuple[Any, ...], int] = {}  # of models that choose by values
         self._has_split = False
@@ -189,6 +192,7 @@ class Accumulation(Technique):
         self._probes.clear()
         self._verdicts.clear()
         self._starts.clear()
+        self._by_rows.clear()
         self._calls.clear()
         self._conditions, self._condition = Conditions(), 0
 
@@ -328,7 +332,11 @@ class Accumulation(Technique):
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
         shape = self._shape_of(whole, layout, parts)
         found = _known(self._verdicts.get(shape, {}), grain)
-        before = found if isinstance(found, SplitVerdict) and self._is_judged_again(found, shape) else None
+        judged = self._by_rows.setdefault(shape, {})
+        is_new = layout.rows not in judged and len(judged) < _MOST_ROWS_JUDGED  # a forward may ask how many there are
+        found = judged.setdefault(layout.rows, None) or found
+        is_again = isinstance(found, SplitVerdict) and (is_new or self._is_judged_again(found, shape))
+        before = found if isinstance(found, SplitVerdict) and is_again else None
         if before is not None:
             found = ()
         if isinstance(found, (RefusalError, tuple)):
@@ -340,7 +348,10 @@ class Accumulation(Technique):
             try:
                 found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set())) or before
             except RefusalError as refusal:
-                self._verdicts.setdefault(shape, {})[grain] = refusal
+                if before is None:
+                    self._verdicts.setdefault(shape, {})[grain] = refusal
+                else:
+                    judged[layout.rows] = refusal
                 raise
             except Exception as error:
                 if before is None or not is_out_of_memory(error):

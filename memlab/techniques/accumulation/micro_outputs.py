@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memlab.runtime.aliases import same_values
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import LazyTensor, real
 from memlab.runtime.tree import Structure, flatten
@@ -15,7 +16,7 @@ from memlab.techniques.accumulation.merge import Chain, Join, Merge, UnsettledEr
 from memlab.techniques.accumulation.merge import equal as _is_same
 from memlab.techniques.accumulation.sharing import Sharing
 from memlab.techniques.accumulation.split import Division, Outputs
-from memlab.techniques.accumulation.verdict import SplitVerdict, start_of
+from memlab.techniques.accumulation.verdict import SplitVerdict, start_of, unjudged
 from memlab.units import MIB
 
 # an output larger than this is computed only when the loop looks at it
@@ -191,11 +192,22 @@ class MicroOutputs:
 
         Raises:
             UnsettledError: they do not agree with what the judge has found.
+            RefusalError: one that nobody has judged has no rows, and is another one for each part.
         """
         shared = self.sharing.positions
         self.eager = [position for position, each in self.joined.items() if each.parts and position not in shared]
         joined = [self.joined[position] for position in self.eager]
         values = [one.value() for one in joined]
+        for position in self.eager if self._verdict is None and not self._repeats else ():
+            one = self.joined[position]
+            if (
+                one.weights is None
+                and one.join is None
+                and not all(same_values(one.parts[0], each) for each in one.parts)
+            ):
+                raise unjudged(
+                    f"{self.template.name_of(position)} has no rows, and is another one for each part of a batch"
+                )
         for position in self.eager if self._verdict is not None and not self._repeats else ():
             merge = self._merge_of(position)
             if merge is not None and (merge.others or merge.kind == "same"):
