@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from memlab.rescue.recovery import NothingFitsError
 from memlab.rescue.rescuer import Rescuer
 from memlab.session import Session, train_together
 from memlab.techniques.accumulation import judge as _judge
+from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.judgement import TOLERANCE
 from tests.techniques.models import Regressor, distance, gradients, regression_batch, workload
 
@@ -1219,3 +1221,38 @@ def test_a_model_that_chooses_by_values_is_judged_again() -> None:
 
     notes = same_as_plain(made, loop)
     assert any(note.startswith("a batch is run whole, since") for note in notes), notes
+
+
+class _ByRows(nn.Linear):
+    """Does something else with many rows."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows * 1.5 if len(rows) > 12 else rows)
+
+
+def test_a_batch_with_another_number_of_rows_is_judged_as_well() -> None:
+    model = _ByRows(4, 2)
+    with fit(Workload(model), "--accumulate 2") as session:
+        for rows in (8, 16, 8, 16):
+            given = torch.randn(rows, 4)
+            assert torch.allclose(model(given), model.forward(given), atol=1e-6)
+        assert any("a batch is run whole" in note for note in session.notes)
+
+
+class _Means(nn.Linear):
+    """Gives the mean loss of each of two tasks."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows).square().mean(0)
+
+
+def test_an_output_without_rows_that_nobody_has_judged_is_refused() -> None:
+    model = _Means(4, 2)
+    # as where there is no memory to judge
+    with patch.object(Accumulation, "_verdict", lambda *_: None), fit(Workload(model), "--accumulate 2"):
+        with pytest.raises(RefusalError) as caught:
+            model(torch.randn(8, 4))
+    assert str(caught.value) == (
+        "accumulation: output has no rows, and is another one for each part of a batch, and there is no memory to see what the "
+        "whole batch would leave; use --checkpoint or --offload activations, which keep the batch whole"
+    )

@@ -365,7 +365,9 @@ class Accumulation(Technique):
                 self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])
                 self._condition = self._condition_of(whole, self._surroundings())
                 self._probes[self._condition] = probe
-            self._verdicts.setdefault(self._shape_of(whole, layout, parts), {})[grain] = found
+            shape = self._shape_of(whole, layout, parts)  # under the conditions that are known by now
+            self._verdicts.setdefault(shape, {})[grain] = found
+            self._by_rows.setdefault(shape, {})[layout.rows] = None
         return found
 
     def _is_judged_again(self, known: SplitVerdict, shape: tuple[Any, ...]) -> bool:
