@@ -18,9 +18,8 @@ from memlab.runtime.touch import own_class
 
 _SMALL_ELEMENTS = 4096  # of a buffer that is copied whatever is known of it
 _written = Written()
-_left_alone: MutableMapping[torch.Tensor, bool] = (
-    WeakIdKeyDictionary()
-)  # large tensors: whether the last call left them so
+# large tensors, with whether the last call has left them as they were
+_left_alone: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
 _models: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()  # that have been called
 _met: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()  # large tensors that they referred to before a call
 
@@ -53,12 +52,13 @@ class Start:
         self._objects = objects
         self._model, self._device = model, device
         self._graphs: list[torch.Tensor | None] = []
-        self._members = Members(model)
+        own = [*model.modules()]
+        self._members = Members(own)
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         if self._state is not None:
             self._copy_lasting(self._state)
         self._random = Randomness() if self._state is None else self._state.random
-        own, beside = [*model.modules()], [] if self._state is None else self._state.beside_it
+        beside = [] if self._state is None else self._state.beside_it
         self._buffers = [
             (
                 table,

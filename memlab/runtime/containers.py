@@ -192,16 +192,8 @@ def _others(keys: tuple[str, ...], skipped: frozenset[str]) -> tuple[str, ...]:
     return tuple(key for key in keys if key not in skipped)
 
 
-class ParameterAttributes(Container):
-    """Attributes of a module's parameters, as libraries keep them there: a gradient for each row, a count of calls."""
-
-    def read(self) -> Items:
-        return {
-            (name, key): value
-            for name, parameter in self.held.items()
-            if parameter is not None and not hasattr(parameter, "ds_id")  # an engine changes its own
-            for key, value in vars(parameter).items()
-        }
+class _Tables(Container):
+    """Dictionaries of several modules that mostly stay empty, as one: they are looked at for each call."""
 
     def glance(self) -> Any:
         return self.read()
@@ -211,12 +203,48 @@ class ParameterAttributes(Container):
         return now.keys() == glance.keys() and all(now[key] is value for key, value in glance.items())
 
     def write(self, key: Any, value: Any) -> None:
-        name, attribute = key
-        attributes = vars(self.held[name])
+        *place, name = key
+        table = self.table(*place)
         if value is ABSENT:
-            attributes.pop(attribute, None)
+            table.pop(name, None)
         else:
-            attributes[attribute] = value
+            table[name] = value
+
+    @abstractmethod
+    def table(self, *place: str) -> dict[str, Any]:
+        """Return one of them."""
+
+
+class ParameterAttributes(_Tables):
+    """Attributes of parameters, as libraries keep them there: a gradient for each row, a count of calls.
+
+    `held` has the parameters of each module, by its path.
+    """
+
+    def read(self) -> Items:
+        return {
+            (path, name, key): value
+            for path, parameters in self.held.items()
+            for name, parameter in parameters.items()
+            if parameter is not None and (attributes := vars(parameter)) and "ds_id" not in attributes  # an engine's
+            for key, value in attributes.items()
+        }
+
+    def table(self, *place: str) -> dict[str, Any]:
+        path, name = place
+        attributes: dict[str, Any] = vars(self.held[path][name])
+        return attributes
+
+
+class NewBuffers(_Tables):
+    """Buffers of modules that had none; `held` has the dictionary of each, by its path."""
+
+    def read(self) -> Items:
+        return {(path, key): value for path, table in self.held.items() if table for key, value in table.items()}
+
+    def table(self, *place: str) -> dict[str, Any]:
+        (path,) = place
+        return self.held[path]  # type: ignore[no-any-return]
 
 
 class FrozenValues(Container):

@@ -190,6 +190,7 @@ class State(Walk):
         self.beside_it: list[nn.Module] = []  # modules that are reached and not among these, as a teacher's in a list
         for module in own:
             self._of_module(module)
+        self._tables_of(own)
         # containers and tensors; those that follow belong to the objects
         self._modules_hold, own_tensors = len(self._contents), len(self._tensors)
         for value in objects:
@@ -220,6 +221,12 @@ class State(Walk):
             if self._is_new(module) and not self.is_full:
                 self.beside_it.append(module)
                 self._of_module(module)
+                self._tables_of([module])
+
+    def _tables_of(self, modules: Sequence[nn.Module]) -> None:
+        numbered = [(str(number), module) for number, module in enumerate(modules)]
+        self.buffers_made(numbered)
+        self.parameter_attributes(numbered)
 
     def _of_module(self, module: nn.Module) -> None:
         self.module("", module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -97,13 +97,17 @@ class ParameterHooks:
     """Hooks that parameters have at one moment, to take away those that a call which is made again has registered."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._before = [(each, [set(table) for table in self._tables(each)]) for each in parameters]
+        self._parameters = [*parameters]
+        # most have none, and this is made for each call where memory can run out
+        self._before = {
+            id(each): [*map(set, self._tables(each))] for each in self._parameters if any(self._tables(each))
+        }
 
     def take_away_others(self) -> None:
         """Leave those that were there."""
-        for parameter, before in self._before:
-            for table, numbers in zip(self._tables(parameter), before, strict=True):
-                for number in table.keys() - numbers:
+        for parameter in self._parameters:
+            for table, before in zip(self._tables(parameter), self._before.get(id(parameter), ((), ())), strict=True):
+                for number in table.keys() - before:
                     del table[number]
 
     @staticmethod
@@ -117,25 +121,24 @@ class Members:
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2))
-        >>> members = Members(model)
+        >>> members = Members([*model.modules()])
         >>> model.append(nn.Linear(2, 2)).scale = nn.Parameter(torch.ones(2))
         >>> members.take_away_others()
         >>> len(model), [*model._parameters]
         (1, [])
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._before = [
-            (module, dict(module._modules), {name: each is not None for name, each in module._parameters.items()})
-            for module in model.modules()
-        ]
-        self._hooks = ParameterHooks(model.parameters())
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        # those of torch.jit have no dictionaries, and make nothing
+        plain = [module for module in modules if isinstance(module._modules, dict)]
+        self._before = [(module, module._modules.copy(), module._parameters.copy()) for module in plain]
+        self._hooks = ParameterHooks(p for _, _, each in self._before for p in each.values() if p is not None)
 
     def take_away_others(self) -> None:
         """Give modules the parts they had, and no other parameters; and parameters no other hooks."""
         self._hooks.take_away_others()
         for module, parts, had in self._before:
-            for name in [name for name in module._parameters if not had.get(name)]:
+            for name in [name for name in module._parameters if had.get(name) is None]:
                 if name in had:
                     module._parameters[name] = None
                 else:

@@ -19,7 +19,7 @@ import operator
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from typing import Any, ClassVar
 
 import torch
@@ -161,14 +161,19 @@ class Walk(ABC):
 
     def buffers(self, path: str, module: nn.Module) -> None:
         """Walk from a module's buffers alone."""
-
-        def name(key: Any) -> str:
-            return f"buffer {path}.{key}" if path else f"buffer {key}"
-
         if module._buffers:
-            self._dict(module._buffers, name, 0)
-        elif self._is_new(module._buffers):  # a forward may make some
-            self.met(containers.Mapping(module._buffers, name))
+            self._dict(module._buffers, lambda key: f"buffer {path}.{key}" if path else f"buffer {key}", 0)
+
+    def buffers_made(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Walk from the buffers that a forward may give to modules, by path, which have none."""
+        empty = {path: module._buffers for path, module in modules if not module._buffers}
+        self.met(containers.NewBuffers(empty, lambda key: f"buffer {'.'.join(filter(None, key))}"))
+
+    def parameter_attributes(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Walk from the attributes of parameters of modules, by path."""
+        held = {path: module._parameters for path, module in modules if module._parameters}
+        attributes = containers.ParameterAttributes(held, lambda key: ".".join(filter(None, key)))
+        self._items(self.met(attributes).items(), attributes.name, 0)
 
     def _parameters(self, path: str, module: nn.Module) -> None:
         """Walk from parameters that a forward may turn into others: those of quantised layers, and frozen ones of the user's layers."""
@@ -180,11 +185,6 @@ class Walk(ABC):
                 turns |= is_users and not parameter.requires_grad
             elif parameter is not None and not _is_of(type(parameter).__module__, _MACHINERY):
                 turns |= not parameter.requires_grad
-        if module._parameters:
-            attributes = containers.ParameterAttributes(
-                module._parameters, lambda key: f"{prefix}{'.'.join(map(str, key))}"
-            )
-            self._items(self.met(attributes).items(), attributes.name, 1)
         if turns:
             self.met(containers.FrozenValues(module._parameters, lambda key: f"{prefix}{key}"))
 

@@ -14,7 +14,7 @@ Numbered rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,7 @@ class Surroundings(Walk):
         buffers_alone: bool = False,  # look at nothing but buffers
         frozen: bool = True,  # look at small frozen parameters as well
     ) -> None:
-        super().__init__([*model.modules()])
+        super().__init__(own := [*model.modules()])
         self._changing = frozenset(name.removesuffix(_IN_PLACE) for name in changing)
         self._complete = complete
         self._frozen = frozen
@@ -76,17 +76,25 @@ class Surroundings(Walk):
         self._without_buffers_of = without_buffers_of
         self._tensors: list[_Tensor] = []
         self._model = model
-        self._members = Members(model)
+        self._members = Members(own)
         self._written: list[_Tensor] = []  # weights that train, where runs under `writing` have written to them
         self._glances: list[Any] = []  # of the containers, which seldom change
         self._registered: list[ModuleHooks] = []  # as the first run that changed them left them
-        for path, module in model.named_modules():
+        named = [*model.named_modules()]
+        for path, module in named:
             self._of_module(path, module)
+        self._tables_of(named)
 
     def beside(self, model: nn.Module, name: str) -> None:
-        for path, module in model.named_modules():
-            if self._is_new(module):
-                self._of_module(f"{name}.{path}" if path else name, module, is_own=False)
+        new = [(f"{name}.{path}" if path else name, each) for path, each in model.named_modules() if self._is_new(each)]
+        for path, module in new:
+            self._of_module(path, module, is_own=False)
+        self._tables_of(new)
+
+    def _tables_of(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        self.buffers_made([each for each in named if not isinstance(each[1], self._without_buffers_of)])
+        if not self._buffers_alone:
+            self.parameter_attributes(named)
 
     def _of_module(self, path: str, module: nn.Module, *, is_own: bool = True) -> None:
         if self._buffers_alone:
