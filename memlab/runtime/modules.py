@@ -131,7 +131,7 @@ class Members:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # those of torch.jit have no dictionaries, and make nothing
         plain = [module for module in modules if isinstance(module._modules, dict)]
-        self._before = [(module, module._modules.copy(), module._parameters.copy()) for module in plain]
+        self._before = [(module, dict(module._modules), dict(module._parameters)) for module in plain]
         self._hooks = ParameterHooks(p for _, _, each in self._before for p in each.values() if p is not None)
 
     def take_away_others(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -167,12 +168,17 @@ class Walk(ABC):
     def buffers_made(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Walk from the buffers that a forward may give to modules, by path, which have none."""
         empty = {path: module._buffers for path, module in modules if not module._buffers}
-        self.met(containers.NewBuffers(empty, lambda key: f"buffer {'.'.join(filter(None, key))}"))
+        self.met(containers.NewBuffers(empty, lambda key: f"buffer {_joined(key)}"))
 
     def parameter_attributes(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Walk from the attributes of parameters of modules, by path."""
-        held = {path: module._parameters for path, module in modules if module._parameters}
-        attributes = containers.ParameterAttributes(held, lambda key: ".".join(filter(None, key)))
+        held = {
+            path: module._parameters
+            for path, module in modules
+            # what a tensor without values has is torch's
+            if module._parameters and not any(isinstance(each, FakeTensor) for each in module._parameters.values())
+        }
+        attributes = containers.ParameterAttributes(held, _joined)
         self._items(self.met(attributes).items(), attributes.name, 0)
 
     def _parameters(self, path: str, module: nn.Module) -> None:
@@ -368,6 +374,11 @@ def _place_of(tensor: torch.Tensor | None) -> int:
     """Return the key of a tensor's storage; where it has none, its own."""
     has_storage = tensor is not None and torch._C._has_storage(tensor)
     return tensor.untyped_storage()._cdata if tensor is not None and has_storage else id(tensor)
+
+
+def _joined(key: tuple[str, ...] | None) -> str:
+    """Return how one writes a place in tables of several modules; of all of them for None."""
+    return "of modules" if key is None else ".".join(filter(None, key))
 
 
 def _always(name: str) -> Callable[[Any], str]:
