@@ -411,9 +411,13 @@ class Tracer:
             with _undisturbed(), self._choices.entered(), known, ExitStack() as stack:
                 for model in models:
                     _watch(model, recorder, stack)
+                way_back: list[torch.Tensor] = []  # what a change of a live plan keeps until it has succeeded
                 if before is not None:
-                    recorder.begin(before)
+                    lived = [*before]
+                    recorder.begin(lived)
                     recorder.start()
+                    way_back += [tensor.detach() for _, tensor in lived]
+                    del lived
                 found = []
                 for twin in self.twins:
                     session = stack.enter_context(fit(twin.workload, plan))
@@ -421,6 +425,7 @@ class Tracer:
                     seen = _StepObserver(recorder, twin.workload, list(twin.notes))
                     session.observers.only([seen])
                     found.append((session, seen))
+                way_back.clear()
                 yield found
                 recorder.stop()
         except MemlabError:

@@ -243,6 +243,9 @@ def test_pure_bf16_is_applied_to_weights_in_fp32() -> None:
     assert parts.applied is not None
     assert sorted(parts.applied.before.values()) == [4096, 4 * MIB]
     assert len(parts.applied.after) == len(parts.owned) == 4  # upper and lower halves
+    numbers = [number for _, number, _, _ in parts.applied.events]
+    # what was there goes when all is done: until then a change can be taken back
+    assert {*numbers[-len(parts.applied.before) :]} == {*parts.applied.before}
     live = dict(parts.applied.before)
     for size_bytes, number, _, _ in parts.applied.events:
         live[number] = live.get(number, 0) + size_bytes
