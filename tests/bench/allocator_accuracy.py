@@ -298,7 +298,8 @@ def page() -> str:
         "`--precision pure-bf16` with expandable segments from -11.6 to +0.1 %, gpt2_with_dropout under all settings from -12.7 to 0.0 %, t5 under `--offload activations` (a mask was counted twice) from +11.0 to 0.0 %; on the A100 "
         "whisper under `--offload activations` from +13.7 to 0.0 %. Copies that memlab makes of frozen weights and buffers before a first call lie on the host since: they took 2.9 MiB of "
         "whisper's GPU for two steps, and reserved bytes under `--accumulate 4 --bf16` on the H100 were 5.7 % more than predicted (0.6 % now). Allocated bytes of "
-        "whisper are within 0.2 %; reserved ones are still off in single cells, under `--precision pure-bf16` with expandable segments by -6.1 % (A100) and -4.9 % (T4): not explained. What an operator takes inside and gives back was "
+        "whisper are within 0.2 %; reserved ones are still off in single cells, by up to 8.7 % too high. Under `--precision pure-bf16` with expandable segments whisper "
+        "was 6.1 % too low on the A100 (0.1 % now): the weights in fp32 stay until the plan is in force, and were predicted to go one by one. What an operator takes inside and gives back was "
         "compared with the predictions for some 130 functions, forward and backward, in three types of numbers: nothing larger than 0.2 MiB is missing "
         "but for `topk`, `im2col` and `cdist`. Why bart under `--precision pure-bf16` is off by 4.5 % on the H100 is not known.",
     ]
