@@ -192,8 +192,8 @@ def _others(keys: tuple[str, ...], skipped: frozenset[str]) -> tuple[str, ...]:
     return tuple(key for key in keys if key not in skipped)
 
 
-class _Tables(Container):
-    """Dictionaries of several modules that mostly stay empty, as one: they are looked at for each call."""
+class _Compared(Container):
+    """A container that holds little: what it held is compared."""
 
     def glance(self) -> Any:
         return self.read()
@@ -201,6 +201,10 @@ class _Tables(Container):
     def is_as(self, glance: Any) -> bool:
         now = self.read()
         return now.keys() == glance.keys() and all(now[key] is value for key, value in glance.items())
+
+
+class _Tables(_Compared):
+    """Dictionaries of several modules that mostly stay empty, as one: they are looked at for each call."""
 
     def write(self, key: Any, value: Any) -> None:
         *place, name = key
@@ -247,7 +251,7 @@ class NewBuffers(_Tables):
         return self.held[path]  # type: ignore[no-any-return]
 
 
-class FrozenValues(Container):
+class FrozenValues(_Compared):
     """Values of a module's frozen parameters, where a forward may put integers: layers that quantise themselves in their first call do.
 
     Values of another floating-point dtype, or elsewhere, are none of a forward's doing, but of a plan's.
@@ -265,13 +269,6 @@ class FrozenValues(Container):
             if known is None or known.is_floating_point() != parameter.is_floating_point():
                 self._known[key] = parameter.data
         return dict(self._known)
-
-    def glance(self) -> Any:
-        return self.read()
-
-    def is_as(self, glance: Any) -> bool:
-        now = self.read()
-        return now.keys() == glance.keys() and all(now[key] is value for key, value in glance.items())
 
     def write(self, key: Any, value: Any) -> None:
         if value is not ABSENT:

@@ -34,8 +34,8 @@ from memlab.runtime.interrupts import Caller
 from memlab.runtime.stand_ins import (
     CALL,
     InPlace,
-    called_by,
     copies_itself,
+    copy_in,
     keep_out_of_copies,
     made_the_users,
     method_of,
@@ -87,8 +87,8 @@ class CallHook(InPlace):
     def _uncompiled(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._get_tracing_state() is not None:
             self._traced()
-        called = called_by(sys._getframe(2))
-        if called is not None and called is not model:  # a copy with all attributes of the model, this hook too
+        called: Any = copy_in(sys._getframe(2), CALL, self, model)
+        if called is not None:
             if getattr(called, "_is_replica", False):
                 self._replicated()
             made_the_users(called)

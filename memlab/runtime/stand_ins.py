@@ -26,7 +26,6 @@ HOOK_OPTIONS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_
 
 # modules of Python's whose frames say by local names which module they ask
 _ASKING = ("torch.nn.modules.module", "copy")
-_CALLING = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
 class InPlace:
@@ -136,11 +135,6 @@ def is_ours(hook: Any) -> bool:
     return str(home).partition(".")[0] == "memlab"
 
 
-def called_by(frame: FrameType) -> Any:
-    """Return the module that torch's own code calls in a frame; None elsewhere. A copy may have the attributes of another."""
-    return frame.f_locals.get("self") if frame.f_code in _CALLING else None
-
-
 def copy_in(frame: FrameType, name: str, value: Any, owner: nn.Module | None) -> nn.Module | None:
     """Return the module that a frame of torch's, or of `copy`, asks for an attribute of memlab's, if it is not the one that has it.
 
@@ -152,7 +146,8 @@ def copy_in(frame: FrameType, name: str, value: Any, owner: nn.Module | None) ->
     """
     if frame.f_globals.get("__name__") not in _ASKING:
         return None
-    found = (frame.f_locals.get(each) for each in ("module", "self", "x"))
+    there = frame.f_locals
+    found = (there.get(each) for each in ("module", "self", "x"))
     asked = next((each for each in found if isinstance(each, nn.Module) and vars(each).get(name) is value), owner)
     return None if asked is owner else asked
 

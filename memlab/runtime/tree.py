@@ -267,8 +267,12 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda _value: False) -
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without its graph, and without what a class of the user's does in its methods."""
     values = torch.Tensor.detach(tensor)
-    is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    return torch.Tensor.as_subclass(values, torch.Tensor) if is_plain else values
+    return torch.Tensor.as_subclass(values, torch.Tensor) if is_plain(tensor) else values
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is what its numbers are: those of a class with operators of its own may be quantised, or nowhere."""
+    return type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 
 def holds_tensors(value: Any, depth: int = 3) -> bool:

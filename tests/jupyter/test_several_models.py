@@ -253,3 +253,14 @@ def test_a_model_that_trains_in_another_thread_is_not_measured(shell: Any, cell:
     assert "other: step 1: trains in a thread of its own, and is not measured" in ran.out
     assert session_of(shell.user_ns["other"]).plan.label == "--adam8bit"  # the plan applies to it
     assert "· 1 step\n" in ran.out
+
+
+def test_another_form_of_a_model_is_no_further_model(shell: Any, cell: Cell) -> None:
+    cell(SETUP)
+    cell("model = net(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
+    step = "cross_entropy(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()"
+    made = "torch.nn.utils.parametrize.register_parametrization(model[-1], 'weight', torch.nn.Identity())"
+    ran = cell(f"%%memfit --accumulate 2\n{step}\n{step}\n{made}\n{step}")
+    assert ran.error is None
+    assert "ParametrizationList" not in ran.out
+    assert len(sessions()) == 1

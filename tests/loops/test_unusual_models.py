@@ -327,16 +327,27 @@ class Cached(nn.Module):
         return out
 
 
-def test_what_is_drawn_and_remembered_is_drawn_once_where_memory_runs_out() -> None:
+class Hooked(Cached):
+    """Has a hook on a weight in each call, which its loop takes away."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.handle = self.body[0][0].weight.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize("kind", [Cached, Hooked])
+def test_what_a_call_that_ran_out_of_memory_has_made_goes(kind: type[Cached]) -> None:
     def after(flags: str | None) -> tuple[list[torch.Tensor], float]:
         torch.manual_seed(0)
-        model = Cached()
+        model = kind()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with nullcontext() if flags is None else fit(Workload(model, optimizer), flags, rescue=True):
             for count in (4, 8, 8):
                 if flags is not None and count == 8:
                     os.environ[_FAILS] = "1"
                 model(torch.randn(count, 8)).square().mean().backward()
+                if isinstance(model, Hooked):
+                    model.handle.remove()
                 optimizer.step()
         return [*model.parameters()], torch.rand(()).item()
 

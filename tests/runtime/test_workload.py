@@ -13,6 +13,7 @@ from memlab import Workload
 from memlab.errors import WorkloadError
 from memlab.runtime.batch import Batch
 from memlab.runtime.namespace import find_model, names_in
+from memlab.runtime.ownership import live_optimizers
 
 
 def linear() -> nn.Linear:
@@ -214,3 +215,16 @@ def test_what_the_shell_holds_is_not_looked_into() -> None:
     assert found is not None
     assert found.model is model
     assert Workload.find({"exit": leave}) is None
+
+
+def test_objects_whose_class_cannot_be_hashed_stand_in_no_way() -> None:
+    class Unhashable(type):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(cls, other: object) -> bool:
+            return cls is other
+
+    stray = Unhashable("Stray", (), {})()
+    optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
+    assert any(each is optimizer for each in live_optimizers())
+    del stray

@@ -35,7 +35,7 @@ from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
 from memlab.runtime.touch import Touch
-from memlab.runtime.tree import Lent, tensors_in
+from memlab.runtime.tree import Lent, is_plain, tensors_in
 from memlab.techniques.base import ModelCall
 from memlab.techniques.precision.cast_outputs import CastOutputs
 from memlab.techniques.precision.masters import Masters
@@ -308,8 +308,7 @@ def _is_numbers(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is what its numbers are: quantised weights say that they are fp32, and are not."""
     if tensor.is_meta:
         return False
-    is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-    return is_plain or isinstance(tensor, FakeTensor) or type(tensor).__name__ == "DTensor"
+    return is_plain(tensor) or isinstance(tensor, FakeTensor) or type(tensor).__name__ == "DTensor"
 
 
 def convertible_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
