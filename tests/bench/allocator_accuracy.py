@@ -166,11 +166,16 @@ def workload_of(name: str) -> Workload:
     """A model on the GPU, without weights where nothing is computed, and a fresh AdamW."""
     made, batch = _made(name)
     model = copy.deepcopy(made)
-    model = (model.to_empty(device="cuda") if IS_EMULATED else model.to("cuda")).train()
+    # weights that are tied get memory once, as by `.to("cuda")`
+    model = (model._apply(functools.cache(_without_values)) if IS_EMULATED else model.to("cuda")).train()
     if isinstance(model, hf.PreTrainedModel):
         model.tie_weights()
     on_device = {key: torch.zeros(value.shape, dtype=value.dtype, device="cuda") for key, value in batch.items()}
     return Workload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch=on_device, name=name)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cuda")
 
 
 @functools.cache
@@ -213,7 +218,6 @@ def rows_of(name: str, plans: Sequence[str]) -> Iterator[Row]:
 
 
 def _peaks(workload: Workload, flags: str) -> tuple[int, int]:
-    torch.cuda.empty_cache()  # weights that were tied had memory of their own
     # rows whose positions do not go up by one are taken for several texts, with masks: what has no values is
     one_text = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _positions: None)
     no_values = one_text if IS_EMULATED else contextlib.nullcontext()
