@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_iter
 from memlab.rescue.differentiation import ASKING, DIFFERENTIATING, Called, Differentiation, hook_within, set_aside
 from memlab.rescue.guard import before_others, is_guarded
 from memlab.runtime import graphs
+from memlab.runtime.callers import handed_over
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
 from memlab.runtime.model_state import State, Written
@@ -127,7 +128,7 @@ class LoopCode(UncompiledMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        called = Called(func)
+        called = Called(func := handed_over(func))
         try:
             return self._heard(called, args, kwargs)
         except Exception as error:

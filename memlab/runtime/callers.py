@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any, TypeVar
 
 _PASSED_OVER = ("memlab.runtime.touch", "memlab.runtime.away", "memlab.techniques.offload.lending", "torch")
 OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _DECORATES = "torch.utils._contextlib"  # with `torch.no_grad`, say
+_OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType, GetSetDescriptorType)
 _FOR_ASKERS: set[CodeType] = set()  # see `for_asker`
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -21,6 +34,33 @@ def for_asker(function: _Function) -> _Function:
     """Mark a function that runs others for the code that has asked a mode, in whatever module that mode is."""
     _FOR_ASKERS.add(function.__code__)
     return function
+
+
+def handed_over(function: Any) -> Any:
+    """Return what a `__torch_function__` is to call for the function that it was told of: for it alone, as frames are counted.
+
+    Torch's functions in Python hand over what is found under their names. Where the loop, or a library, has put another there that calls
+    torch's, that one is under way already, and would be called twice.
+    """
+    home = getattr(function, "__globals__", None)
+    if isinstance(function, _OF_C) or (home is not None and str(home.get("__name__")).startswith("torch")):
+        return function
+    frame = sys._getframe(2)
+    asking = frame.f_back
+    if frame.f_globals.get("__name__") != "torch.overrides" or asking is None:
+        return function
+    code = asking.f_code
+    if getattr(function, "__code__", None) is code:
+        return function
+    return _function_with(code, tuple(id(asking.f_locals.get(name)) for name in code.co_freevars)) or function
+
+
+@functools.lru_cache(maxsize=256)
+def _function_with(code: CodeType, enclosed: tuple[int, ...]) -> FunctionType | None:
+    """A function of code, and of what is in its closure, by `id`."""
+    functions = [each for each in gc.get_referrers(code) if isinstance(each, FunctionType)]
+    closures = [tuple(id(cell.cell_contents) for cell in each.__closure__ or ()) for each in functions]
+    return next((each for each, held in zip(functions, closures, strict=True) if held == enclosed), None)
 
 
 def is_installed(file: str) -> bool:

@@ -31,6 +31,7 @@ from torch import nn
 
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import Caller
+from memlab.runtime.optimizer_step import is_updating
 from memlab.runtime.stand_ins import (
     CALL,
     InPlace,
@@ -349,7 +350,7 @@ def on_each_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack
     @never_compile
     def hook(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         alive = method()
-        if alive is not None:
+        if alive is not None and not is_updating():
             alive(optimizer)
 
     remove = register_optimizer_step_pre_hook(hook).remove

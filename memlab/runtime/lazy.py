@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memlab.errors import SessionError
+from memlab.runtime.callers import handed_over
 
 # what can be asked without knowing the value
 _METADATA = frozenset(
@@ -104,6 +105,7 @@ class LazyTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        func = handed_over(func)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
+import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +33,7 @@ import torch
 
 from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
 from memlab.runtime.interrupts import Caller, deferred_interrupts
-from memlab.runtime.state_entries import Optimizer, Parameter, restored, set_state
+from memlab.runtime.state_entries import Optimizer, Parameter, kept_of, restored, set_state
 from memlab.runtime.state_layers import SMALL_ELEMENTS, at_home, pack_again, packed, unpacked
 
 if TYPE_CHECKING:  # techniques import this module
@@ -42,6 +44,8 @@ Copy = Callable[[torch.Tensor], torch.Tensor]
 Protection = Callable[[Sequence[Parameter]], Copy | None]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKED = torch.optim.Optimizer.profile_hook_step(abs).__code__  # of torch's wrapper, whatever it wraps
+_thread = threading.local()
 # optimizers that treat all parameters of a group alike
 _WITHOUT_PLACES = "torch.optim."
 
@@ -111,9 +115,22 @@ def standin(optimizer: Optimizer) -> Optimizer:
 
 
 def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The step of an optimizer's class without torch's wrapper that runs the step hooks."""
+    """The step of an optimizer's class without torch's wrapper that runs the step hooks.
+
+    Where the loop has given the class another step meanwhile, as one that counts, the one whose hooks run: the other has been called.
+    """
     step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+    if getattr(step, "__code__", None) is _HOOKED:
+        return step.__wrapped__  # type: ignore[no-any-return]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _HOOKED:
+        frame = frame.f_back
+    return step if frame is None else frame.f_locals["func"]  # type: ignore[no-any-return]
+
+
+def is_updating() -> bool:
+    """Return whether what steps on this thread is called by memlab, for a step of the loop's that is under way."""
+    return getattr(_thread, "is_updating", False)
 
 
 def plain_stepper(optimizer: Optimizer) -> Stepper:
@@ -123,7 +140,11 @@ def plain_stepper(optimizer: Optimizer) -> Stepper:
 
     def update(parameters: Sequence[Parameter]) -> None:
         with only(optimizer, parameters) as acting, torch.no_grad():
-            step(acting)
+            outer, _thread.is_updating = is_updating(), True
+            try:
+                step(acting)
+            finally:
+                _thread.is_updating = outer
 
     return update
 
@@ -434,7 +455,7 @@ class _Before:
         self._optimizer = optimizer
         self._bucket = bucket
         self._states = {parameter: state for parameter in bucket if (state := optimizer.state.get(parameter))}
-        self._entries = {parameter: dict(state) for parameter, state in self._states.items()}
+        self._entries = {parameter: kept_of(state) for parameter, state in self._states.items()}
 
     @contextmanager
     def restored_on_failure(self, copy: Copy | None) -> Iterator[None]:
@@ -444,8 +465,8 @@ class _Before:
         try:
             yield
         except BaseException:
-            for tensor, kept in copies:
-                tensor.detach().copy_(kept)
+            for tensor, before in copies:
+                tensor.detach().copy_(before)
             raise
 
     def _written(self, *, everything: bool) -> list[torch.Tensor]:

@@ -3,8 +3,9 @@
 Rules:
 
 1. From a module it leads to its attributes and buffers, and by its class's own code to attributes of the class, cells of closures
-   and globals which that code names; hooks, functions and autograd functions are followed as well. Lists, dictionaries, sets and
-   plain objects, with `__slots__` or without, are looked into, to a depth. Modules that are met so are walked as well (`beside`).
+   and globals which that code names, of the user's Python modules too; hooks, functions, autograd functions and the user's classes
+   are followed as well. Lists, dictionaries, sets and plain objects, with `__slots__` or without, are looked into, to a depth.
+   Modules that are met so are walked as well (`beside`).
 2. Objects of torch's, DeepSpeed's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
    in modules. Optimizers, schedulers, scalers and distributions are looked into, the loop's optimizers but for the state of parameters.
 3. Every container is met once.
@@ -16,6 +17,7 @@ import contextvars
 import dis
 import functools
 import operator
+import sys
 import types
 from abc import ABC, abstractmethod
 from collections import deque
@@ -28,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.runtime import containers
+from memlab.runtime import callers, containers
 from memlab.runtime.rng import is_generator
 from memlab.runtime.stand_ins import HOOK_OPTIONS, is_ours
 
@@ -49,6 +51,7 @@ _GLOBAL_BACKWARD_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks"
 # classes of torch's that are looked into
 _STATEFUL = (
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.distributions.Distribution,
+    torch.quasirandom.SobolEngine,
 )  # fmt: skip
 # parameters and what plans attach to; the rest is met by itself
 _OF_OPTIMIZERS = frozenset(
@@ -252,8 +255,9 @@ class Walk(ABC):
             if self._is_new(value):
                 self._items(self.met(containers.Variable(value, _always(name))).items(), _always(name), depth)
         elif isinstance(value, type):
-            self._differentiable(value)
+            self._type(value)
         elif self._is_new(value) and self._is_object(value):
+            self._type(type(value))
             if isinstance(value, torch.optim.Optimizer):
                 self._optimizer(value, name)
             elif type(getattr(value, "__dict__", None)) is dict:
@@ -318,10 +322,12 @@ class Walk(ABC):
             if not name.startswith("__") and not isinstance(member, types.FunctionType):
                 self.look_at(member, f"{kind.__name__}.{name}", 1)
 
-    def _differentiable(self, kind: type) -> None:
-        """Walk from a class with a forward and a backward pass of its own."""
-        for each in kind.__mro__ if issubclass(kind, torch.autograd.Function) else ():
-            if self._is_new(each) and not _is_of(each.__module__, LIBRARIES):
+    def _type(self, kind: type) -> None:
+        """Walk from a class of the user's, or one with a forward and a backward pass of its own."""
+        is_differentiable = issubclass(kind, torch.autograd.Function)
+        for each in kind.__mro__:
+            is_followed = not _is_of(each.__module__, LIBRARIES) if is_differentiable else _is_users(each.__module__)
+            if is_followed and self._is_new(each):
                 self._class(each)
 
     def _function(self, function: Any, name: str, depth: int) -> None:
@@ -344,16 +350,26 @@ class Walk(ABC):
             if self._is_new(cell):
                 self.met(containers.Cell(cell, _always(f"{cell_name} of {name}")))
                 self.look_at(containers.content_of(cell), f"{cell_name} of {name}", depth + 1)
-        world = function.__globals__
-        named = {key: world[key] for key in _globals_of(function.__code__) if key in world}
+        self._names(function.__globals__, _globals_of(function.__code__), function.__code__, depth)
+        for value in function.__defaults__ or ():
+            self.look_at(value, name, depth + 1)
+        if function.__dict__ or _is_users(function.__module__):  # which may get its first attribute in a call
+            self._dict(function.__dict__, lambda key: f"{name}.{key}", depth)
+        if function.__kwdefaults__:
+            self._dict(function.__kwdefaults__, _always(name), depth)
+
+    def _names(self, world: dict[str, Any], names: Iterable[str], code: types.CodeType, depth: int) -> None:
+        """Walk from what code names in a Python module."""
+        named = {key: world[key] for key in names if key in world}
         state = [key for key, value in named.items() if _is_state(value)]
         if state:
             self.met(containers.Names(world, state))
         for key, value in named.items():
-            if isinstance(value, (types.FunctionType, type)) or key in state:
+            if isinstance(value, types.ModuleType):
+                if depth < _DEPTH and _is_users(value.__name__):
+                    self._names(vars(value), _attributes_of(code), code, depth + 1)
+            elif isinstance(value, (types.FunctionType, type)) or key in state:
                 self.look_at(value, key, depth + 1)
-        for value in function.__defaults__ or ():
-            self.look_at(value, name, depth + 1)
 
     def _is_object(self, value: Any) -> bool:
         """Return whether attributes of a value may be state: an object of the user's."""
@@ -417,6 +433,20 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     own = [step.argval for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "LOAD_NAME"))]
     within = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _globals_of(each)]
     return tuple(dict.fromkeys([*own, *within]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes_of(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code, and code within it, reads or writes as attributes, and others beside."""
+    within = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _attributes_of(each)]
+    return tuple(dict.fromkeys([*code.co_names, *within]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(home: str | None) -> bool:
+    """Return whether a module of Python's is the user's own, and no library's."""
+    file = getattr(sys.modules.get(home or ""), "__file__", None) or ""
+    return not _is_of(home, (*LIBRARIES, *sys.stdlib_module_names)) and not callers.is_installed(file)
 
 
 def _is_state(value: Any) -> bool:

@@ -177,6 +177,9 @@ class StandIn(InPlace):
         return getattr(copy.deepcopy(self.owner(), memo), self._name)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("__self__", "__func__"):  # of a method, as code asks that gives it to another module
+            bound = self.before or getattr(type(self.owner()), self._name).__get__(self.owner())
+            return getattr(bound, name)
         # as of a function: `torch.export` looks at its code
         return getattr(vars(self).get("__wrapped__"), name)
 

@@ -6,9 +6,10 @@ then. Who holds it is told by its count of references: nothing else says so of a
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,8 @@ Parameter = torch.nn.Parameter
 class PackedState(dict[str, Any]):
     """State of one parameter under other names than its optimizer's, which answers to those names too.
 
-    Who asks for one of them, writes it, or goes through `items`, `values` or `keys`, has all of the state put back in the user's own
-    form, in this very dict; before the next update it is packed again (`pack_again`). memlab itself finds what is kept there.
+    Who asks for one of them, writes it, or goes through all of them, has all of the state put back in the user's own form, in this
+    very dict; before the next update it is packed again (`pack_again`). memlab itself finds what is kept there (`kept_of`).
 
     Args:
         resident: what is kept.
@@ -40,8 +41,8 @@ class PackedState(dict[str, Any]):
 
     Example:
         >>> state = PackedState({"half": 2.0}, frozenset({"whole"}), lambda state: {"whole": 2 * state["half"]}, "")
-        >>> list(state), "whole" in state
-        (['half'], True)
+        >>> kept_of(state), "whole" in state
+        ({'half': 2.0}, True)
         >>> state["whole"] += 1
         >>> state
         {'whole': 5.0}
@@ -74,38 +75,49 @@ class PackedState(dict[str, Any]):
         self._give_back(name)
         super().__setitem__(name, value)
 
-    def items(self) -> Any:
-        self._show(sys._getframe(1))
-        return super().items()
-
-    def values(self) -> Any:
-        self._show(sys._getframe(1))
-        return super().values()
-
-    def keys(self) -> Any:
-        self._show(sys._getframe(1))
-        return super().keys()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ((self._own_form(dict(self)) if self.closed is None else None) or dict(self),)
+        return dict, ((self._own_form(kept_of(self)) if self.closed is None else None) or kept_of(self),)
 
     def around(self, resident: State) -> PackedState:
         """The same, of what a layer above makes of it."""
         return PackedState(resident, self._names, self._own_form, self._why)
 
     def _show(self, frame: FrameType) -> None:
-        if self._names and not is_own_code(frame):
+        if self._names and self.closed is None and not is_own_code(frame):
             self._give_back(next(iter(self._names)))
 
     def _give_back(self, name: object) -> None:
         if self.closed is not None or name not in self._names:
             return
-        own = self._own_form(dict(self))
+        own = self._own_form(kept_of(self))
         if own is not None:
             with deferred_interrupts():
-                self.closed = self.around(dict(self))
-                self.clear()
-                self.update(own)
+                self.closed = self.around(kept_of(self))
+                dict.clear(self)
+                dict.update(self, own)
+
+
+def _showing(name: str) -> Callable[..., Any]:
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def shown(self: PackedState, *args: Any, **kwargs: Any) -> Any:
+        self._show(sys._getframe(1))
+        return method(self, *args, **kwargs)
+
+    return shown
+
+
+for _name in (
+    "__delitem__", "__eq__", "__ior__", "__iter__", "__len__", "__or__", "__repr__", "__reversed__", "__ror__",
+    "clear", "copy", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
+):  # fmt: skip
+    setattr(PackedState, _name, _showing(_name))
+
+
+def kept_of(state: Mapping[str, Any]) -> State:
+    """Return what is kept of a parameter, whatever else its state answers to."""
+    return dict(dict.items(state))  # type: ignore[arg-type]
 
 
 @dataclass

@@ -31,6 +31,7 @@ from memlab.runtime.state_entries import (
     forget_dropped,
     held_of,
     held_states,
+    kept_of,
     set_state,
 )
 
@@ -73,7 +74,7 @@ def shown(
 def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> None:
     """Let tensors in the user's own form have the values of a parameter's state from now on."""
     state = optimizer.state[parameter]
-    live = {id(value) for value in dict(state).values()}
+    live = {id(value) for value in kept_of(state).values()}
     new = [
         (name, weakref.ref(value))
         for name, value in tensors.items()
@@ -146,9 +147,11 @@ def pack_again(optimizer: Optimizer, parameter: Parameter, techniques: Sequence[
     if not isinstance(state, PackedState) or state.closed is None:
         return
     layers = [technique for technique in techniques if technique.changes_state]
-    now, before = dict(state), unpacked(optimizer, parameter, dict(state.closed), layers)
+    now, before = kept_of(state), unpacked(optimizer, parameter, kept_of(state.closed), layers)
     is_read = now.keys() == before.keys() and all(_same(now[name], value) for name, value in before.items())
-    set_state(optimizer, parameter, state.closed if is_read else packed(optimizer, parameter, now, layers))
+    # one that the loop has emptied begins anew
+    again = state.closed if is_read else packed(optimizer, parameter, now, layers) if now else {}
+    set_state(optimizer, parameter, again)
 
 
 def _same(one: Any, other: Any) -> bool:

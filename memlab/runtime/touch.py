@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.runtime.callers import is_own_code
+from memlab.runtime.callers import handed_over, is_own_code
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.lifetimes import is_shared
 from memlab.runtime.tree import flatten, tensors_in
@@ -105,7 +105,7 @@ class Watched(ABC):
         def __torch_function__(  # noqa: N807 - torch's name
             _class: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            frame = sys._getframe(1)
+            frame, function = sys._getframe(1), handed_over(function)
             result = self._asked(function, types, args, kwargs or {}, frame)
             if frame.f_code is _MAKES_PARAMETERS:  # which wants the class that it has been given
                 self.leave(tensors_in(args))

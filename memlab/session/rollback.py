@@ -28,7 +28,7 @@ from memlab.plan import Plan
 from memlab.runtime import backward, containers
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.lifetimes import storage_of
-from memlab.runtime.state_entries import PackedState
+from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import Spill, is_spilled
@@ -177,7 +177,7 @@ class _State(_Part):
 
     def __init__(self, optimizer: torch.optim.Optimizer, key: Any, state: dict[str, Any]) -> None:
         self._optimizer, self._key, self._state = optimizer, key, state
-        self._items = dict(state)
+        self._items = kept_of(state)
         self._closed = state.closed if isinstance(state, PackedState) else None
 
     def restore(self) -> None:
@@ -190,9 +190,9 @@ class _State(_Part):
     def spare(self, away: _Mover) -> bool:
         if not self._is_replaced():
             return False
-        kept = {id(value) for value in self._optimizer.state.get(self._key, {}).values()}
+        live = {id(value) for value in self._optimizer.state.get(self._key, {}).values()}
         for name, value in self._items.items():
-            if id(value) not in kept:
+            if id(value) not in live:
                 self._items[name] = _sent(value, away)
                 self._state.pop(name, None)
         return True

@@ -35,6 +35,7 @@ from torch.utils.weak import TensorWeakRef
 
 from memlab.errors import TraceError, WorkloadError
 from memlab.runtime.batch import Batch
+from memlab.runtime.callers import handed_over
 from memlab.runtime.hooks import loss_of
 from memlab.runtime.loop_mode import UncompiledMode, called_from_loop
 from memlab.runtime.reach import SMALL_BYTES
@@ -271,7 +272,7 @@ class Recorder(UncompiledMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
-        kwargs = kwargs or {}
+        func, kwargs = handed_over(func), kwargs or {}
         is_deaf = self._within is not None or self._problem or self._is_running
         if is_deaf or recorder_here() is not self or os.getpid() != self._process:
             return called_from_loop(func, args, kwargs)

@@ -27,6 +27,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
+from memlab.runtime.callers import handed_over
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
@@ -225,7 +226,7 @@ class DeferredLogits(LazyTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = _HANDLERS.get(func := handed_over(func))
         if handler is not None and args and isinstance(args[0], DeferredLogits) and args[0].is_deferred:
             result = handler(*args, **(kwargs or {}))
             if isinstance(result, DeferredLogits) and result is not args[0]:

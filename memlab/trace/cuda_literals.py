@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from memlab.runtime.callers import handed_over
 from memlab.trace.cuda_thread import current_gpu, exchange
 
 _CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ class CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        func, kwargs = handed_over(func), dict(kwargs or {})
         # tensors that take calls themselves (`types` names them) come first
         served = _SERVED.get(func) or (None if types else _RUNS_USER_CODE.get(func))
         if served is not None:

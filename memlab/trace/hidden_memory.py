@@ -13,7 +13,8 @@ Sources (pytorch; the formulas are those of 2.13 unless a version is named):
 - index_put: cuda/Indexing.cu `index_put_with_sort_kernel`;
 - norms of many tensors: cuda/ForeachReduceOp.cu `foreach_tensor_norm_cuda`;
 - sums over rows: cuda/Reduce.cuh `setReduceConfig`, `global_memory_size`;
-- convolutions: native/Convolution.cpp `determine_backend_memory_format`, cudnn/ConvShared.cpp; layer norm: native/cuda/layer_norm_kernel.cu;
+- convolutions: native/Convolution.cpp `determine_backend_memory_format`, cudnn/ConvShared.cpp,
+  cuda/ConvolutionMM2d.cu (GPUs without convolutions in bf16); layer norm: native/cuda/layer_norm_kernel.cu;
 - logsumexp: native/ReduceOps.cpp `logsumexp_out_impl`;
 - softmax: cuda/SoftMax.cu `softmax_backward_cuda_out`; transformers/attention.cpp `_safe_softmax`;
 - losses: native/Loss.cpp, cuda/Loss.cu; sums of whole numbers: native/ReduceOps.cpp.
@@ -373,16 +374,44 @@ def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> 
     yield Held((*_copy_bytes(args[0]), *_copy_bytes(args[1])))
 
 
-def _convolution(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
-    yield Held(_laid_out(args[:2], args[:2]))
+def _convolution(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> _Groups:
+    images, weight = args[:2]
+    if _has_cudnn(weight, gpu):
+        yield Held(_laid_out((images, weight), (images, weight)))
+        return
+    stride, padding, dilation = args[3:6]
+    yield Held(_laid_out((images, weight), ()))
+    sizes = zip(images.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    yield _columns(args[:2], args[6:], [(n + 2 * pad - wide * (k - 1) - 1) // by + 1 for n, k, by, pad, wide in sizes])
 
 
 def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> _Groups:
-    gradient, inputs, weight = args[:3]
+    gradient, images, weight = args[:3]
+    has_cudnn = _has_cudnn(weight, gpu)
     # the copy of the weight is gone before its gradient, as large, is made
-    yield Held(_laid_out((gradient, inputs), (inputs, weight)))
-    if args[-1][2]:
-        yield _column_sums(gradient, [0, *range(2, gradient.dim())], gpu)
+    yield Held(_laid_out((gradient, images), (images, weight) if has_cudnn else ()))
+    columns = () if has_cudnn else _columns((images, weight), args[7:], gradient.shape[2:])
+    sums = _column_sums(gradient, [0, *range(2, gradient.dim())], gpu) if args[-1][2] else ()
+    yield (*columns, *sums)
+
+
+def _has_cudnn(weight: torch.Tensor, gpu: Gpu) -> bool:
+    return weight.dtype != torch.bfloat16 or gpu.compute_capability >= (8, 0)
+
+
+def _columns(tensors: Sequence[torch.Tensor], more: Sequence[Any], outputs: Sequence[int]) -> Sizes:
+    """One image unfolded, a column for each position: what torch's own kernels multiply with the weight.
+
+    Args:
+        tensors: images and weight.
+        more: whether the convolution is transposed, its output padding, its groups.
+        outputs: height and width of what comes out.
+    """
+    (images, weight), (is_transposed, _, groups) = tensors, more[:3]
+    if not is_transposed and images.size(1) == groups > 1:
+        return ()  # each channel by itself
+    positions = images.shape[2:] if is_transposed else outputs
+    return (math.prod(weight.shape[1:]) * math.prod(positions) * weight.element_size(),)
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -395,7 +424,7 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _laid_out(tensors: Sequence[torch.Tensor], deciding: Sequence[torch.Tensor]) -> Sizes:
-    """Copies that cuDNN needs: in channels-last format where one of those that decide is, otherwise contiguous."""
+    """Copies that a convolution needs: in channels-last format where one of those that decide is, otherwise contiguous."""
     wanted = _LAST[tensors[0].dim()] if any(map(is_channels_last, deciding)) else torch.contiguous_format
     return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=wanted))
 

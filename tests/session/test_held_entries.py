@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memlab import Workload, fit
+from memlab.runtime.state_entries import kept_of
 
 PLANS = (
     "--offload optimizer",
@@ -86,7 +87,7 @@ def test_packed_moments_are_read_in_the_loops_own_format(flags: str) -> None:
         assert entry["exp_avg"].dtype is torch.float32
         assert torch.dot(weight.data.flatten(), entry["exp_avg"].flatten()).isfinite()
         train(workload, 1)
-        kept = {name: value for name, value in dict(workload.optimizers[0].state[weight]).items() if value.dim()}
+        kept = {name: value for name, value in kept_of(workload.optimizers[0].state[weight]).items() if value.dim()}
         assert {value.dtype for value in kept.values()} == {torch.bfloat16}
 
 

@@ -21,6 +21,7 @@ from torch.ao.quantization.observer import PerChannelMinMaxObserver
 from memlab import RefusalError, Workload, fit
 from memlab.measuring.runs import training_step
 from memlab.plan import Plan
+from memlab.runtime.state_entries import kept_of
 from memlab.session import Session, check
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
@@ -277,7 +278,7 @@ class TestPureBf16:
             training_step(load)
             saved = load.optimizers[0].state_dict()["state"][0]
             assert saved["exp_avg"].dtype is torch.float32
-            kept = dict(load.optimizers[0].state[next(load.model.parameters())])
+            kept = kept_of(load.optimizers[0].state[next(load.model.parameters())])
             assert kept["exp_avg"].dtype is torch.bfloat16
 
     def test_what_the_loop_puts_in_place_of_weights_stays(self) -> None:

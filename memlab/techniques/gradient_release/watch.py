@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memlab.runtime.callers import module_of
+from memlab.runtime.callers import handed_over, module_of
 from memlab.runtime.loop_mode import LoopMode, called_from_loop
 from memlab.runtime.touch import SET_DATA, written_in_place
 
@@ -59,6 +59,7 @@ class Watch(LoopMode):
     ) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces this method, and would make something else of it
             return func(*args, **kwargs or {})
+        func = handed_over(func)
         # of a backward pass nothing is seen in here: torch takes the mode away while it calls this method
         if getattr(func, "__self__", None) is _GRADIENT and not self._is_paused and _is_loops(sys._getframe(1)):
             touched = self._touched()

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.autocast import without_cached_casts
+from memlab.runtime.callers import handed_over
 from memlab.runtime.dispatch import WritesWatch
 from memlab.runtime.graphs import is_transformed, why_as_written
 from memlab.runtime.homes import rests
@@ -479,6 +480,7 @@ class _Casts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        func = handed_over(func)
         dtype = _autocast_dtype(self._device) if func in _PRODUCTS else None
         if dtype is None:
             return func(*args, **(kwargs or {}))

@@ -28,7 +28,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.buckets import parameters_in
 from memlab.runtime.homes import home_of
-from memlab.runtime.state_entries import PackedState
+from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, State, Stepper, Technique
@@ -187,7 +187,7 @@ class OffloadOptimizer(Offload):
         del self._leaving[:-2]
         for parameter in parameters:
             if not self._is_in_file(parameter):
-                self._fetch(dict(optimizer.state.get(parameter, ())), parameter)
+                self._fetch(kept_of(optimizer.state.get(parameter, {})), parameter)
 
     def _fetch(self, state: State, parameter: Parameter) -> None:
         for name, kept in self._kept.get(parameter, {}).items():

@@ -28,7 +28,7 @@ from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
 from memlab.runtime.buckets import group_of, parameters_in
 from memlab.runtime.optimizer_step import unhooked_step
-from memlab.runtime.state_entries import PackedState, set_state
+from memlab.runtime.state_entries import PackedState, kept_of, set_state
 from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
@@ -192,21 +192,21 @@ class _Conversion:
         return self._parked.stored_bytes
 
     def pack(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
-        form, kept = self._delegate_of(parameter).form, dict(state)
-        if form.holds(parameter, kept):
+        form, before = self._delegate_of(parameter).form, kept_of(state)
+        if form.holds(parameter, before):
             return state
         group = group_of(optimizer, parameter)
-        moments = self._source.decode(parameter, group, kept)
+        moments = self._source.decode(parameter, group, before)
         self._dtypes[parameter] = moments.first.dtype
         if form.follows_dtype:
             moments = moments.to(parameter.dtype)
         resident = form.encode(parameter, group, moments)
         if not form.keeps_all(parameter):
-            self._parked.park(parameter, kept)
+            self._parked.park(parameter, before)
         return self._shown(optimizer, parameter, resident)
 
     def unpack(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
-        form, state = self._delegate_of(parameter).form, dict(state)
+        form, state = self._delegate_of(parameter).form, kept_of(state)
         if not form.holds(parameter, state) or self._source.holds(parameter, state):
             return state
         if self._parked.is_of_step(parameter, state["step"]):
@@ -250,7 +250,7 @@ class _Conversion:
 
     def drop_stale(self, optimizer: Optimizer) -> None:
         """Free what was parked for parameters that have been updated since."""
-        self._parked.drop_updated(lambda parameter: dict(optimizer.state.get(parameter, ())).get("step"))
+        self._parked.drop_updated(lambda parameter: kept_of(optimizer.state.get(parameter, {})).get("step"))
 
     def _make_ready(self, optimizer: Optimizer, parameter: Parameter) -> None:
         assert parameter.grad is not None
@@ -262,7 +262,7 @@ class _Conversion:
             fresh = form.fresh(parameter)
             if fresh is not None:
                 optimizer.state[parameter] = fresh
-        elif not form.holds(parameter, dict(state)):
+        elif not form.holds(parameter, kept_of(state)):
             # loaded by an optimizer that runs no load_state_dict hooks, as those of bitsandbytes
             optimizer.state[parameter] = self.pack(optimizer, parameter, state)
 

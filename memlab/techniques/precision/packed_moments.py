@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.state_entries import PackedState, held_states
+from memlab.runtime.state_entries import PackedState, held_states, kept_of
 from memlab.runtime.state_layers import shown
 from memlab.techniques.base import State, Technique
 from memlab.techniques.offload.spill import ParkedStates
@@ -68,7 +68,7 @@ class PackedMoments:
         if not is_separable(optimizer):
             return state
         if self._is_stepping:
-            resident = dict(optimizer.state.get(parameter, ()))
+            resident = kept_of(optimizer.state.get(parameter, {}))
             self._packed[id(parameter)] = {key: value for key, value in state.items() if value is resident.get(key)}
         before = None if self._is_stepping else self._parked.get(optimizer)
         parked = {} if before is None else before.of(parameter) or {}
