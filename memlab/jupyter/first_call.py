@@ -123,6 +123,9 @@ class FirstTrainingCall(FirstCall):
         self.why_none = ""  # why a model that was called does not count; empty where none was
         self._is_evaluated = False  # whether one that was called in eval mode is updated by an optimizer
         self._in_eval_mode: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.unmade: weakref.WeakSet[nn.Module] = (
+            weakref.WeakSet()
+        )  # those whose layers had no values when they were called
 
     def __enter__(self) -> Self:
         if self._expects_closures:
@@ -141,6 +144,7 @@ class FirstTrainingCall(FirstCall):
             return False
         if not is_made(module):
             self.why_none = WITHOUT_VALUES.format(type(module).__name__)
+            self.unmade.add(module)
             return False
         if not module.training:
             self._in_eval_mode.add(module)
@@ -335,7 +339,10 @@ class ModelSearch:
         workload = session.workload if session is not None else Workload(called, optimizers)
         if self._looking is not None:
             self.has_trained_uncalled |= any(id(one) in self._looking.stepped for one in workload.optimizers)
+        was_unmade = self._looking is not None and called in self._looking.unmade
         self._take(workload)
+        if was_unmade and (session := session_of(called)) is not None:
+            session.log.note(f"{workload.name} made its lazy layers in its first call, which was as written")
         return bool(self._errors.failure)
 
     def _is_another_form(self, called: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import os
 import sys
 import sysconfig
@@ -11,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FrameType,
     FunctionType,
@@ -21,11 +20,21 @@ from types import (
 )
 from typing import Any, TypeVar
 
+import torch
+
 _PASSED_OVER = ("memlab.runtime.touch", "memlab.runtime.away", "memlab.techniques.offload.lending", "torch")
 OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
-_PACKAGES = frozenset({"site-packages", "dist-packages"})
+_PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_INSTALLED = (sysconfig.get_path("stdlib"), OWN_FOLDER, "<frozen")
 _DECORATES = "torch.utils._contextlib"  # with `torch.no_grad`, say
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType, GetSetDescriptorType)
+# torch's functions in Python, by their code, as they are before a loop exchanges any
+_OF_PYTHON = {
+    each.__code__: each
+    for home in (torch, torch.functional, torch.nn.functional, torch.autograd, torch.Tensor)
+    for each in vars(home).values()
+    if isinstance(each, FunctionType) and not each.__closure__
+}
 _FOR_ASKERS: set[CodeType] = set()  # see `for_asker`
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,22 +61,17 @@ def handed_over(function: Any) -> Any:
     code = asking.f_code
     if getattr(function, "__code__", None) is code:
         return function
-    return _function_with(code, tuple(id(asking.f_locals.get(name)) for name in code.co_freevars)) or function
-
-
-@functools.lru_cache(maxsize=256)
-def _function_with(code: CodeType, enclosed: tuple[int, ...]) -> FunctionType | None:
-    """A function of code, and of what is in its closure, by `id`."""
-    functions = [each for each in gc.get_referrers(code) if isinstance(each, FunctionType)]
-    closures = [tuple(id(cell.cell_contents) for cell in each.__closure__ or ()) for each in functions]
-    return next((each for each, held in zip(functions, closures, strict=True) if held == enclosed), None)
+    if code in _OF_PYTHON:
+        return _OF_PYTHON[code]
+    closure = tuple(CellType(asking.f_locals[name]) for name in code.co_freevars)
+    return FunctionType(code, asking.f_globals, code.co_name, None, closure)
 
 
 def is_installed(file: str) -> bool:
     """Return whether code of a file is a library's, Python's or memlab's, and not the user's."""
     # packages may lie in more places than this Python's own: the user's, the system's, another environment's
-    is_package = not _PACKAGES.isdisjoint(Path(file).parts)
-    return is_package or file.startswith((sysconfig.get_path("stdlib"), OWN_FOLDER, "<frozen"))
+    is_package = any(folder in file for folder in _PACKAGES)
+    return is_package or file.startswith(_INSTALLED)
 
 
 def module_of(frame: FrameType) -> str:

@@ -31,7 +31,7 @@ from torch import nn
 
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import Caller
-from memlab.runtime.optimizer_step import is_updating
+from memlab.runtime.optimizer_step import is_updating, unhooked_step
 from memlab.runtime.stand_ins import (
     CALL,
     InPlace,
@@ -71,6 +71,7 @@ class CallHook(InPlace):
         self._traced, self._replicated = traced, replicated
         self._breaks_graphs = breaks_graphs
         self._handler: ForwardHandler | None = handler
+        self._is_in_place = False
         # calls that the handler is at, by thread; a Ctrl-C may end one before it has taken itself out of here
         self._calls: dict[int, Caller] = {}
         _call_hooks.add(self)
@@ -152,6 +153,8 @@ class CallHook(InPlace):
             keep_out_of_copies(model, undo)
         undo.callback(self._remove, instance)
         instance[CALL] = self
+        self._is_in_place = True
+        _notice_compiling(undo)
         if _has_own_call(type(model)):
             original = method_of(model, "forward")
             handled = functools.wraps(original)(lambda *args, **kwargs: self.handle(original, args, kwargs))
@@ -167,14 +170,21 @@ class CallHook(InPlace):
         if model is None or model.__dict__.get(CALL) is not self or _has_own_call(type(model)):
             return False
         self._leave(model.__dict__)
+        self._is_in_place = False
         return True
 
     def put_back(self) -> None:
         """Put the hook back in place, around what stands there by now."""
         model = self.owner()
-        if model is not None and self._handler is not None:
+        if model is not None and self._handler is not None and model.__dict__.get(CALL) is not self:
             self.before = model.__dict__.get(CALL)
             model.__dict__[CALL] = self
+            self._is_in_place = True
+
+    def compiled(self, model: nn.Module) -> None:
+        """Go around what `model.compile()` has put in the place of the hook."""
+        if self._is_in_place and self.owner() is model:
+            self.put_back()
 
     def _remove(self, instance: dict[str, Any]) -> None:
         # one that was put over it since goes on calling it, as if it were not there
@@ -190,6 +200,26 @@ class CallHook(InPlace):
 
 
 _call_hooks: weakref.WeakSet[CallHook] = weakref.WeakSet()
+_compile = nn.Module.compile
+
+
+@functools.wraps(_compile)
+def _compile_within(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _compile(self, *args, **kwargs)
+    for hook in [*_call_hooks]:
+        hook.compiled(self)
+
+
+def _notice_compiling(undo: ExitStack) -> None:
+    """Have `model.compile()` leave the hook of the model in place, until undone."""
+    if nn.Module.compile is _compile:
+        nn.Module.compile = _compile_within  # type: ignore[method-assign]
+        undo.callback(_notice_no_longer)
+
+
+def _notice_no_longer() -> None:
+    if nn.Module.compile is _compile_within:
+        nn.Module.compile = _compile  # type: ignore[method-assign]
 
 
 def calls_under_way() -> list[weakref.ref[CallHook]]:
@@ -315,6 +345,7 @@ def install_step_hooks(
     undo: ExitStack,  # takes both hooks out again
 ) -> None:
     """Take over ``optimizer.step()``; `keep_last` is to be called at each step."""
+    unhooked_step(optimizer)  # which is known from then on
     undo.callback(optimizer.register_step_pre_hook(before).remove)
     undo.callback(optimizer.register_step_post_hook(never_compile(lambda opt, _args, _kwargs: after(opt))).remove)
 

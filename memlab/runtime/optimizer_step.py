@@ -46,6 +46,7 @@ Protection = Callable[[Sequence[Parameter]], Copy | None]
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKED = torch.optim.Optimizer.profile_hook_step(abs).__code__  # of torch's wrapper, whatever it wraps
 _thread = threading.local()
+_steps: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()  # the own steps of classes, without hooks
 # optimizers that treat all parameters of a group alike
 _WITHOUT_PLACES = "torch.optim."
 
@@ -121,11 +122,13 @@ def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """
     step: Any = type(optimizer).step
     if getattr(step, "__code__", None) is _HOOKED:
+        _steps[type(optimizer)] = step.__wrapped__
         return step.__wrapped__  # type: ignore[no-any-return]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _HOOKED:
         frame = frame.f_back
-    return step if frame is None else frame.f_locals["func"]  # type: ignore[no-any-return]
+    # one of a parameter alone is made in a backward pass
+    return _steps.get(type(optimizer), step) if frame is None else frame.f_locals["func"]  # type: ignore[no-any-return]
 
 
 def is_updating() -> bool:

@@ -218,6 +218,8 @@ def test_what_trains_is_found_and_trains_as_it_would(shell: Any, cell: Cell, nam
         assert ran.error is None, ran.err
         title = next(line for line in ran.out.splitlines() if line.startswith("memfit · "))
         assert title.startswith(f"memfit · {case.trained} · cpu"), title
+        is_noted = "made its lazy layers in its first call, which was as written" in ran.out
+        assert is_noted == ("Lazy" in case.before)
         left = left_by(shell)
         assert left.keys() == plain.keys()
         for key, value in plain.items():

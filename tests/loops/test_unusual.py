@@ -6,7 +6,7 @@ from collections import ChainMap, UserDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
 import pytest
@@ -320,6 +320,84 @@ class QuantisesItself(nn.Module):
         return x @ (self.weight.data * self.scale) + self.adapter(x)
 
 
+def ticks() -> int:
+    ticks.number = getattr(ticks, "number", 0) + 1  # type: ignore[attr-defined]
+    return ticks.number  # type: ignore[attr-defined, no-any-return]
+
+
+def keeps_a_default(*, seen: list[int] = [0]) -> int:  # noqa: B006 - what is tested
+    seen[0] += 1
+    return seen[0]
+
+
+class Counter:
+    number = 0
+
+    def count(self) -> int:
+        type(self).number += 1
+        return self.number
+
+
+class Held:
+    def count(self) -> int:
+        settings.number += 1
+        return settings.count() + int(settings.number)
+
+
+settings = ModuleType("settings")
+settings.number = settings.others = 0  # type: ignore[attr-defined]
+
+
+def _of_settings() -> int:
+    settings.others += 1
+    return int(settings.others)
+
+
+settings.count = _of_settings  # type: ignore[attr-defined]
+
+
+class CountsElsewhere(nn.Module):
+    """Counts its calls where few models do: in functions, classes, a module of Python's, a sequence of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.counter, self.held = mlp(outputs=4), Counter(), Held()
+        self.points = torch.quasirandom.SobolEngine(1)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counter.number += 1
+        number = ticks() + keeps_a_default() + self.counter.count() + self.held.count()
+        return self.body(x) * (1 + number % 7 + float(self.points.draw(1)))
+
+
+def counts_elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    def counts() -> list[int]:
+        return [ticks.number, Counter.number, settings.number, settings.others]  # type: ignore[attr-defined]
+
+    ticks.number = Counter.number = settings.number = settings.others = 0  # type: ignore[attr-defined]
+    (seen,) = (keeps_a_default.__kwdefaults__ or {}).values()
+    seen[0] = 0
+    return [*plain(model, optimizer), *counts(), *seen, *(part.points.num_generated for part in model.children())]
+
+
+def with_functions_exchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Calls functions of torch's, and the step of an optimizer's class, by others that change what they give."""
+    calls, kind = [0], type(optimizer)
+    loss, backward, step = F.mse_loss, torch.Tensor.backward, kind.step
+
+    def counted(self: Any, closure: Any = None) -> Any:
+        calls[0] += 1
+        return step(self, closure)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "mse_loss", lambda *args: 1.5 * loss(*args))
+        patch.setattr(torch.Tensor, "backward", lambda self, *args, **kwargs: backward(3 * self, *args, **kwargs))
+        patch.setattr(kind, "step", counted)
+        rows = torch.randn(STEPS, 6, 4)
+        found = [updated(optimizer, F.mse_loss(model(each), torch.ones(6, 2))) for each in rows]
+    return [*found, *calls]
+
+
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "fills a list": (FillsAList, fills_a_list),
     "writes to its argument": (WritesToItsArgument, carries_a_buffer),
@@ -337,6 +415,8 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "another class": (mlp, another_class),
     "optimizer made anew": (mlp, made_anew),
     "optimizer in the model": (HoldsItsOptimizer, plain),
+    "counts elsewhere": (lambda: nn.Sequential(*(CountsElsewhere() for _ in range(3))), counts_elsewhere),
+    "functions exchanged": (mlp, with_functions_exchanged),
     "quantises its weights": (lambda: nn.Sequential(*(QuantisesItself(nn.Parameter) for _ in range(3))), plain),
     "quantises weights of its own": (lambda: nn.Sequential(*(QuantisesItself(Codes) for _ in range(3))), plain),
 }

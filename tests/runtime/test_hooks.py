@@ -9,6 +9,7 @@ import io
 import pickle
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -37,6 +38,7 @@ PLANS = (
 # what opens a file where there is no memlab, and says how the model in it computes
 _OPEN = """
 import sys
+import types
 sys.modules["memlab"] = None  # as if it was not installed
 import torch
 model = torch.load(sys.argv[1], weights_only=False)
@@ -339,6 +341,22 @@ def test_compiled_models(in_place: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("plan", ["--accumulate 2", "--bf16"])
+def test_a_model_that_is_compiled_in_the_middle_keeps_its_plan(plan: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[tuple[int, torch.dtype]] = []
+    with fit(Workload(model, optimizer), plan, rescue=False):
+        for step in range(4):
+            if step == 2:
+                model.compile(backend=lambda graph, _: lambda *args: (seen.append(len(args[-1])), graph(*args))[1])
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        compiled = model._compiled_call_impl
+    assert nn.Module.compile.__module__ == "torch.nn.modules.module"
+    assert vars(model)["_compiled_call_impl"] is not compiled, "the user's own is there again"
+
+
 def test_a_compiled_loss_is_left_alone() -> None:
     model = Tower()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -445,6 +463,16 @@ def test_step_hooks_that_the_loop_registers_later_come_before_the_update(plan: s
         assert torch.equal(model.weight.detach(), before) is raises
         hook.remove()
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_forward_can_be_given_to_another_module() -> None:
+    model, other = blocks(), blocks()
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--checkpoint"):
+        part = model[0]
+        assert part.forward.__self__ is part
+        assert part.forward.__func__ is type(part).forward
+        inputs, _ = pairs(0)
+        assert torch.equal(types.MethodType(part.forward.__func__, other[0])(inputs), other[0](inputs))
 
 
 def cloned(module: nn.Module) -> nn.Module:

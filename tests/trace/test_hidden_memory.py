@@ -134,6 +134,21 @@ def test_sums_over_rows_take_what_blocks_of_threads_add_up_apart() -> None:
     assert hidden_bytes(torch.ops.aten.sum.dim_IntList, (rows, [1]), {}, A100) == ()
 
 
+@pytest.mark.parametrize(("groups", "columns"), [(1, (64 * 9 * 16 * 16 * 2,)), (64, ())])
+def test_convolutions_in_bf16_unfold_an_image_where_cudnn_has_none(groups: int, columns: tuple[int, ...]) -> None:
+    images = torch.empty(8, 64, 32, 32, dtype=BF16, device="meta")
+    weight = torch.empty(128, 64 // groups, 3, 3, dtype=BF16, device="meta")
+    gradient = torch.empty(8, 128, 16, 16, dtype=BF16, device="meta")
+    of_call = (None, [2, 2], [1, 1], [1, 1], False, [0, 0], groups)
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    outputs = [True, True, False]
+
+    assert hidden_bytes(forward, (images, weight, *of_call), {}, T4) == columns
+    assert hidden_bytes(backward, (gradient, images, weight, *of_call, outputs), {}, T4) == columns
+    assert hidden_bytes(forward, (images, weight, *of_call), {}, A100) == ()
+    assert hidden_bytes(forward, (images.half(), weight.half(), *of_call), {}, T4) == ()
+
+
 def test_logsumexp_takes_its_exponentials() -> None:
     rows = torch.empty(128, 4096, device="meta")
 
