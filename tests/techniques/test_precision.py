@@ -339,6 +339,15 @@ def test_refusals(flags: str, text: str) -> None:
     assert str(caught.value) == text
 
 
+@pytest.mark.parametrize("flags", ["--fp16", "--bf16", "--precision pure-bf16"])
+def test_complex_parameters_are_refused_without_an_advice_that_leaves_them_as_they_are(flags: str) -> None:
+    with pytest.raises(RefusalError) as caught:
+        fit(workload(nn.Linear(4, 4, dtype=torch.complex64)), flags)
+    assert str(caught.value) == (
+        f"precision: {flags} needs float32 parameters, Linear has complex64 ones; leave the precision as it is"
+    )
+
+
 def test_recurrent_layers_in_fp16_on_the_cpu_are_refused() -> None:
     model = nn.LSTM(4, 4)
     with pytest.raises(RefusalError) as caught:

@@ -142,12 +142,15 @@ class PrecisionChoice(Technique):
         if precision is Precision.TF32 and workload.device.type != "cuda":
             raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
         if precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16) and dtypes - {torch.float32}:
-            found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes - {torch.float32}))
+            others = dtypes - {torch.float32}
+            found = ", ".join(sorted(str(d).removeprefix("torch.") for d in others))
+            # which leaves complex ones as they are
+            cast = "" if any(d.is_complex for d in others) else "call model.float() and make the optimizer anew, or "
             raise RefusalError(
                 self.field,
                 f"--{'precision ' if precision is Precision.PURE_BF16 else ''}{precision} needs float32 parameters, "
                 f"{workload.name} has {found} ones",
-                "call model.float() and make the optimizer anew, or leave the precision as it is",
+                f"{cast}leave the precision as it is",
             )
         if precision is Precision.PURE_BF16 and any(map(is_in_shared_memory, workload.model.parameters())):
             raise RefusalError(
