@@ -16,6 +16,7 @@ Numbered rules:
 5. Gradients that the loop takes itself (`torch.autograd.grad`) are not scaled: it has no step that could be skipped, and would
    find what a scale that is still too large has made infinite. Nor is a backward pass that turns out to go both ways, to a
    parameter through a call and past it, where the plan is on trial: that step is made without scaling, and the plan before comes back.
+6. A graph may be older than the plan, or outlive it. What is older is past all calls. After the plan nothing is scaled.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.runtime.backward import around_backward_passes
-from memlab.runtime.graphs import are_batched
+from memlab.runtime.graphs import are_batched, sequence_nr
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.lifetimes import called_while_alive
+from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.workload import Workload
 
 FIRST_SCALE = 2.0**16
@@ -48,6 +50,7 @@ class LossScale:
         # factor by which gradients are multiplied on entering the backward pass; a power of two
         self.scale = FIRST_SCALE
         self._is_unscaled = False  # whether gradients of the backward pass under way are not scaled
+        self._began = 0  # number of the first operator with a graph under the plan
         self._is_off: bool | None = None  # whether the loop sees to its precision itself; known from the first call on
         self._good_steps = 0
         self._sums: list[torch.Tensor] = []
@@ -72,6 +75,7 @@ class LossScale:
         undo.callback(self._sums.clear)
         self._all = [weakref.ref(parameter) for parameter in workload.model.parameters()]
         undo.callback(self._unwatch)
+        self._is_unscaled, self._began = False, sequence_nr()
         self._watch_parameters()
         around_backward_passes(self._scaled_past_calls, undo)
 
@@ -96,6 +100,7 @@ class LossScale:
             hook.remove()
         self._hooks.clear()
         self._parameters.clear()
+        self._is_unscaled = True
 
     def call_begins(self, *, is_own: bool) -> None:
         """Leave gradients as they are where the loop calls the model under autocast of its own.
@@ -159,7 +164,7 @@ class LossScale:
             if within is None:
                 self._look_at_update_by_hand(())
             return
-        past, calls, inside, leaves = _walk([*map(_node_of, roots)])
+        past, calls, inside, leaves = _walk([*map(_node_of, roots)], self._began)
         own = [each for ref in self._parameters.values() if (each := ref()) is not None]
         # a leaf that stands in for a parameter shares its attributes, and its gradient goes on to it
         known = {id(vars(each)) for each in own}
@@ -298,11 +303,12 @@ def _places(node: Any, leaves: Collection[int]) -> frozenset[int]:
     )
 
 
-def _walk(roots: Sequence[Any]) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
+def _walk(roots: Sequence[Any], began: int) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
     """Walk a graph.
 
     Args:
         roots: where to begin.
+        began: number of the first operator that may belong to a call.
 
     Returns:
         Nodes outside of calls, memlab's own functions, which stand around calls, nodes inside of calls, and leaves that these
@@ -326,7 +332,7 @@ def _walk(roots: Sequence[Any]) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch
         if function is _ScaledGradient:
             calls[id(node)] = node
             is_inside = not node.enters
-        elif function is not None and function.__module__.partition(".")[0] == "memlab" and not is_inside:
+        elif function is not None and is_ours(function) and not is_inside and node._sequence_nr() >= began:
             calls[id(node)] = node
         else:
             met[id(node)] = node
