@@ -462,6 +462,111 @@ def test_a_refused_model_whose_buffers_grow_in_the_first_call_is_as_it_was() -> 
     assert [(name, value.tolist()) for name, value in after.items()] == [(n, v.tolist()) for n, v in before.items()]
 
 
+class _Counted(_Timed):
+    """One whose evaluation, or training, does not run in 16 bits, and that counts its calls."""
+
+    def __init__(self, *, trained: bool, evaluated: bool) -> None:
+        super().__init__(4, 4)
+        self.fails = {True: trained, False: evaluated}
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(rows) if self.fails[torch.is_grad_enabled()] else nn.Linear.forward(self, rows)
+
+    def generate(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self(torch.ones(8, 4))
+
+
+_EVALUATIONS: dict[str, Callable[[_Counted], torch.Tensor]] = {
+    "generate": lambda model: model.generate(),
+    "no_grad": lambda model: torch.no_grad()(model)(torch.ones(8, 4)),
+    "inference_mode": lambda model: torch.inference_mode()(model)(torch.ones(8, 4)),
+    "no_grad in eval mode": lambda model: torch.no_grad()(model.eval())(torch.ones(8, 4)),
+}
+
+
+@pytest.mark.parametrize("way", _EVALUATIONS)
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--precision pure-bf16"])
+def test_a_model_that_half_precision_is_not_for_is_refused_when_it_is_evaluated_first(way: str, flags: str) -> None:
+    model = _Counted(trained=True, evaluated=True)
+    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with fit(workload(model), flags):
+        if flags != "--precision pure-bf16":  # evaluations are as they are written
+            assert _EVALUATIONS[way](model).dtype is torch.float32
+            return
+        for _ in range(2):  # the second call is a first one still
+            with pytest.raises(RefusalError, match="precision: _Counted does not run in pure-bf16: RuntimeError: "):
+                _EVALUATIONS[way](model)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+@pytest.mark.parametrize("first", ["trained", "evaluated"])
+def test_calls_with_and_without_gradients_are_looked_at_each(first: str) -> None:
+    model = _Counted(trained=first == "evaluated", evaluated=first == "trained")
+    with fit(workload(model), "--precision pure-bf16"):
+        if first == "evaluated":
+            model.generate()
+        else:
+            model(torch.ones(8, 4))
+        with pytest.raises(RefusalError, match="precision: _Counted does not run in pure-bf16: RuntimeError: "):
+            model(torch.ones(8, 4)) if first == "evaluated" else model.generate()
+
+
+@pytest.mark.filterwarnings("ignore:memlab. refused")
+def test_an_evaluation_that_does_not_run_in_pure_bf16_ends_no_loop() -> None:
+    model = _Counted(trained=False, evaluated=True)
+    load = workload(model)
+    with fit(load, "") as session:
+        for step in range(3):
+            expected = F.linear(torch.ones(8, 4), model.weight, model.bias) + model.time.bias
+            torch.testing.assert_close(model.generate(), expected)
+            model(torch.ones(8, 4)).sum().backward()
+            load.optimizers[0].step()
+            if step == 0:
+                session.switch("--precision pure-bf16", on_trial=True)
+        assert session.plan == Plan()
+        assert session.log[-1].text.endswith("leave its precision as it is; as written is back")
+    assert model.calls == 6
+
+
+class _Remembering(nn.Linear):
+    """One that computes before its call what the call uses, and keeps it."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        self.kept = [self.table()]
+        return super().__call__(rows)
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.table = _Table(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.weight.dtype is torch.bfloat16:
+            raise RuntimeError("no table for these weights")
+        return F.linear(rows, self.weight) + rows @ self.kept[0]()
+
+
+class _Table(nn.Linear):
+    """A part that gives a function, within which nothing is cast."""
+
+    def forward(self) -> Callable[[], torch.Tensor]:
+        table = self.weight.exp()
+        return lambda: table
+
+
+def test_an_error_that_names_half_precision_in_full_precision_is_not_the_models_own() -> None:
+    model = nn.ModuleList([_Remembering()])
+    with fit(workload(model), "--precision pure-bf16"), pytest.raises(RefusalError) as caught:
+        model[0](torch.ones(8, 4))
+    assert str(caught.value) == (
+        "precision: _Remembering does not run in pure-bf16: RuntimeError: no table for these weights; "
+        "leave its precision as it is"
+    )
+
+
 def test_a_part_that_the_loop_calls_and_that_half_precision_is_not_for_is_refused() -> None:
     model = nn.ModuleList([_Timed(4, 4), nn.Linear(4, 4)])
     with fit(workload(model), "--precision pure-bf16"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,6 +31,11 @@ from memlab.techniques.precision.masters import Masters
 _FIELD = "precision"
 _AS_IT_IS = "leave its precision as it is"
 AUTOCAST_DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+# as torch's errors about types say it
+_NAMES_HALF = re.compile(
+    r"(?=.*\b(BFloat16|bfloat16|Half|float16)\b).*\b(expected|implemented|supported|same (data)?type|same dtype|match)",
+    re.DOTALL,
+)
 
 
 class FirstCalls:
@@ -135,13 +141,20 @@ class FirstCalls:
     ) -> RefusalError:
         """Return the refusal of a model of which a call runs in full precision; that leaves nothing behind.
 
+        Nor is an error the model's own that names half precision, and is another one there: what was computed before the
+        call, and is kept, is in half precision still.
+
         Raises:
             Exception: the model's own error, which leaves what the call has left.
         """
         before, randomness = _left_by(model)
         with self._in_fp32(model):
             masters = [(tensor, tensor.detach().clone()) for tensor in (each.tensor for each in frozen)]
-            run()
+            try:
+                run()
+            except Exception as error:
+                if not names_half(error) or said.endswith(first_line(error)):
+                    raise
             for tensor, master in masters:
                 if not torch.equal(tensor, master):
                     tensor.data = master
@@ -267,6 +280,11 @@ class _Frozen:
 def refusal_of(name: str, precision: Precision, said: str, instead: str = _AS_IT_IS) -> RefusalError:
     """Return the refusal of a model that does not run in a format, as was said."""
     return RefusalError(_FIELD, f"{name} does not run in {precision}: {said}", instead)
+
+
+def names_half(error: Exception) -> bool:
+    """Return whether an error is one of torch's about types, and names one of half precision."""
+    return _NAMES_HALF.match(str(error)) is not None
 
 
 def refuse_computing_later(name: str, output: Any, precision: Precision) -> None:

@@ -14,7 +14,6 @@ https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training"
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -41,6 +40,7 @@ from memlab.techniques.precision.first_call import (
     AUTOCAST_DTYPES,
     FirstCalls,
     is_awaited_with_others,
+    names_half,
     refusal_of,
     refuse_backward_hooks,
     refuse_computing_later,
@@ -278,7 +278,7 @@ class PrecisionChoice(Technique):
         except RuntimeError as error:
             is_of_torch = not (is_out_of_memory(error) or isinstance(error, MemlabError))
             # where the model was not called since its step, the pass is one of another's
-            if not (is_of_torch and self._is_looked_at and _NAMES_HALF.match(str(error))):
+            if not (is_of_torch and self._is_looked_at and names_half(error)):
                 raise
             refusal = refusal_of(self._name, self.plan.precision, f"in its backward pass, {first_line(error)}")
             refusal.in_loop = True
@@ -408,13 +408,6 @@ def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
         for name, value in table.items()
         if name not in _OF_MODULES and any(as_fp32(leaf) is not leaf for leaf in flatten(value)[0])
     ]
-
-
-# as torch's errors about types say it
-_NAMES_HALF = re.compile(
-    r"(?=.*\b(BFloat16|bfloat16|Half|float16)\b).*\b(expected|implemented|supported|same (data)?type|same dtype|match)",
-    re.DOTALL,
-)
 
 
 def _device_type(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
