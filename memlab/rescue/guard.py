@@ -160,7 +160,7 @@ class GuardedCall(RepeatableCall):
         try:
             inputs = self._gradients(self._wanted(outer))
         except Exception as error:
-            if not self.is_own(error):
+            if not (self._calls.rescuer.is_attached and self.is_own(error)):
                 raise
             self._aliases.take_gradients()
             self._calls.rescuer.steps_aside(error)
@@ -185,6 +185,8 @@ class GuardedCall(RepeatableCall):
                 retain = keep or any(gradient is not None for gradient in self._past)
                 inputs = self._differentiate(wanted, keep=keep, retain=retain)
             except BaseException as error:
+                if not self._calls.rescuer.is_attached:
+                    raise
                 if is_out_of_memory(error) and not self.can_run_again:
                     self._calls.note_changed()
                     raise

@@ -104,6 +104,11 @@ class Rescuer:
         self.calls.drop_aliases()
         self._session = None
 
+    @property
+    def is_attached(self) -> bool:
+        """Return whether it answers for a session; a graph may outlive that."""
+        return self._session is not None and self._session() is not None
+
     # -- what ends it --------------------------------------------------------------------------
 
     def is_own(self, error: BaseException) -> bool:

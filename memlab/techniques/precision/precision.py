@@ -358,6 +358,8 @@ class PrecisionChoice(Technique):
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         self._is_looked_at = False
+        if self._pure is not None:
+            self._pure.step_ended()
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return torch.float32 if tensor in self._masters else tensor.dtype

@@ -30,7 +30,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from memlab.errors import RefusalError
 from memlab.runtime.autocast import without_autocast
+from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.callers import is_in_hook
+from memlab.runtime.graphs import nodes_of, sequence_nr
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
@@ -89,6 +91,8 @@ class PureBf16:
         self._given: dict[int, _Given] = {}  # by id of the weight
         self._is_refused = False  # a call is, because of these
         self._is_over = False
+        self._began: int | None = sequence_nr()  # number of the first operator with a graph; None once a step has ended
+        around_backward_passes(self._refuse_older, undo)
         undo.callback(self._give_gradients_back)
         for tensor in split:
             undo.callback(masters.join, tensor)
@@ -137,6 +141,25 @@ class PureBf16:
 
     def _end(self) -> None:
         self._is_over = True
+
+    def step_ended(self) -> None:
+        """Weights are no longer what an older graph was computed with: torch itself says so."""
+        self._began = None
+
+    @contextmanager
+    def _refuse_older(self, roots: Sequence[Any], _inputs: Sequence[Any] | None) -> Iterator[None]:
+        """Refuse, before it begins, a backward pass of what was computed with weights that were whole."""
+        began = self._began
+        older = () if began is None else (node for node in nodes_of(roots) if node._sequence_nr() < began)
+        ends = (getattr(following, "variable", None) for node in older for following, _ in node.next_functions)
+        if any(end in self._masters for end in ends):
+            raise RefusalError(
+                "precision",
+                "this was computed before pure bf16 came, with weights in fp32",
+                "compute it again, or have pure bf16 come after backward()",
+                in_loop=True,
+            )
+        yield
 
     @contextmanager
     def _others_lowered(self) -> Iterator[None]:
