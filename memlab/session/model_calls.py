@@ -80,7 +80,7 @@ class ModelCalls:
             session.log.note_once(f"calls {where} are left as they are: the plan does not apply there")
         if where or not (trains and torch.is_grad_enabled() and self._derives(args, kwargs)):
             session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
-            return _through([t.evaluate for t in session.techniques], original, args, kwargs)
+            return self._evaluated(original, args, kwargs)
         session.switching.take_withdrawn_out()
         session.usage.called(is_within_step=session.position.is_within_step)
         own_step = session.position.own_step
@@ -103,6 +103,16 @@ class ModelCalls:
         """Return whether the call can have a graph: not with all frozen, as adapters are switched off for a reference."""
         parameters = self._session.workload.model.parameters()
         return any(each.requires_grad for each in parameters) or any(map(requires_grad, tree_leaves((args, kwargs))))
+
+    def _evaluated(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        session = self._session
+        while True:
+            try:
+                return _through([t.evaluate for t in session.techniques], original, args, kwargs)
+            except MemlabError as error:
+                # within a step there is a graph of the plan
+                if session.position.is_within_step or not session.switching.falls_back(error):
+                    raise
 
     def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         session = self._session

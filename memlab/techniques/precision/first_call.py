@@ -108,7 +108,9 @@ class FirstCalls:
         randomness.restore()
         raise self._refusal(name, model, lambda: call(*args, **kwargs), said, frozen, instead)
 
-    def refuse_later(self, name: str, model: nn.Module, run: Callable[[], Any], error: Exception) -> NoReturn:
+    def refuse_later(
+        self, name: str, model: nn.Module, run: Callable[[], Any], error: Exception, *, is_late: bool = False
+    ) -> NoReturn:
         """Raise what ended a later call of a model.
 
         Args:
@@ -116,6 +118,7 @@ class FirstCalls:
             model: the model.
             run: runs the call in full precision.
             error: what it has raised in half precision.
+            is_late: see `MemlabError`.
 
         Raises:
             RefusalError: the call runs in full precision; what the failed one has left is still there.
@@ -128,6 +131,7 @@ class FirstCalls:
             left.begin_again(strict=False)
             randomness.restore()
             raise
+        refusal.is_late = is_late
         raise refusal from None
 
     def _refusal(

@@ -15,6 +15,7 @@ https://arxiv.org/abs/1710.03740; Zamirai et al., "Revisiting BFloat16 Training"
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ from memlab.runtime.autocast import without_autocast
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
+from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import gradient_is_held
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
@@ -111,8 +113,8 @@ class PrecisionChoice(Technique):
         self._outputs = CastOutputs()
         self._moments = PackedMoments(self.note_once, lambda: self.host.techniques())
         self._model: Callable[[], nn.Module | None] = lambda: None
-        # parts that were there in a call that was looked at
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # parts that were there in a call that was looked at, by whether it had gradients and whether the model was in training mode
+        self._known: defaultdict[tuple[bool, bool], weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
         self._is_looked_at = False  # in this step
         self._name = ""
 
@@ -235,28 +237,37 @@ class PrecisionChoice(Technique):
             # run again by the loop's own checkpointing, which ends it by an exception
             return self._lowered(call, args, kwargs)
         model = None if self._is_looked_at else model
-        if model is None or all(part in self._known for part in model.modules()):
-            if model is not None and self._is(Precision.FP16):
-                refuse_backward_hooks(self._name, model)
-            try:
-                output = self._lowered(call, args, kwargs)
-            except Exception as error:
-                if is_out_of_memory(error) or isinstance(error, MemlabError) or not self.host.on_trial():
-                    raise
-                self._refuse_later(lambda: call(*args, **kwargs), error)
-            refuse_computing_later(self._name, output, self.plan.precision)
-        else:
-            output = self._first(self._name, model, call, args, kwargs)
-            self._known.update(model.modules())
+        if model is not None and self._is(Precision.FP16):
+            refuse_backward_hooks(self._name, model)
+        output = self._looked_at(model, call, args, kwargs)
+        refuse_computing_later(self._name, output, self.plan.precision)
         self._is_looked_at = True
         return output
+
+    def _looked_at(
+        self, model: nn.Module | None, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a call, and refuse a model that does not run in half precision; one that is None is known."""
+        known = None if model is None else self._known[torch.is_grad_enabled(), model.training]
+        if model is not None and known is not None and not all(part in known for part in model.modules()):
+            output = self._first(self._name, model, call, args, kwargs)
+            known.update(model.modules())
+            return output
+        try:
+            return self._lowered(call, args, kwargs)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, MemlabError) or not self.host.on_trial():
+                raise
+            self._refuse_later(lambda: call(*args, **kwargs), error)
 
     def _refuse_later(self, run: Callable[[], Any], error: Exception) -> NoReturn:
         """Raise the refusal of a model that does something new, which does not run in half precision, or its own error."""
         model = self._model()  # None in full precision
         if model is None:
             raise error
-        self._first_calls().refuse_later(self._name, model, run, error)
+        # only what trains is run again from where it began
+        is_late = not (torch.is_grad_enabled() and model.training)
+        self._first_calls().refuse_later(self._name, model, run, error, is_late=is_late)
 
     def _refuse_hooks_together(self, model: nn.Module) -> None:
         if any(map(is_awaited_with_others, model.parameters())):
@@ -285,7 +296,11 @@ class PrecisionChoice(Technique):
             raise refusal from error
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return call(*args, **kwargs) if self._pure is None else self._pure.run(call, args, kwargs)
+        if self._pure is None:
+            return call(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1 or why_as_written():
+            return self._lowered(call, args, kwargs)
+        return self._looked_at(self._model(), call, args, kwargs)
 
     def taken_over(self) -> None:
         if self._pure is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ class PureBf16:
         self._at_home = at_home
         self._is_loops_turn = False  # whether it is the loop that goes on, and not memlab within a call
         self._inside: set[int] = set()  # threads in a call of the model, or of a part
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # parts that the loop has called by themselves
+        # parts that the loop has called by themselves, by whether the call had gradients and whether they were in training mode
+        self._seen: defaultdict[tuple[bool, bool], weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
         # weights of batch norm stay beside its statistics: torch's kernels want both in one precision
         whole = {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters()}
         found = {id(tensor): tensor for tensor in (*model.parameters(), *convertible_buffers(model))}
@@ -113,7 +115,7 @@ class PureBf16:
     @property
     def was_reached(self) -> bool:
         """Return whether the loop has called parts of the model by themselves."""
-        return len(self._seen) > 0
+        return any(self._seen.values())
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -210,10 +212,11 @@ class PureBf16:
         is_loops_turn = self._is_loops_turn
         self.taken_over()
         try:
-            if part in self._seen:
+            seen = self._seen[torch.is_grad_enabled(), part.training]
+            if part in seen:
                 return self.run(call, args, kwargs)
             output = self._first(type(part).__name__, part, call, args, kwargs)
-            self._seen.add(part)
+            seen.add(part)
             return output
         finally:
             if is_loops_turn:
