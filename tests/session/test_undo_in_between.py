@@ -99,9 +99,7 @@ def gradient_in_between(before: str, after: str, *, is_guarded: bool = False) ->
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("is_guarded", [False, True])
-@pytest.mark.parametrize(
-    ("before", "after"), [*(pair for pair in product(OTHERS, OTHERS) if pair[0] != pair[1])]
-)
+@pytest.mark.parametrize(("before", "after"), [*(pair for pair in product(OTHERS, OTHERS) if pair[0] != pair[1])])
 def test_another_plan_takes_over(before: str, after: str, is_guarded: bool) -> None:
     expected = gradient_in_between("", "")
     found = gradient_in_between(before, after, is_guarded=is_guarded)
