@@ -16,6 +16,9 @@ Rules of the ledger, in the order in which they matter:
 6. Where the engine of autograd adds two gradients of one tensor, it writes the sum over the first if nobody else holds
    it (torch/csrc/autograd/input_buffer.cpp), but not while a mode watches. Of a GPU, whose own counters say what steps
    take that nobody watches, it is recorded as if it did.
+7. Of a product along a dimension torch computes the gradient by another formula while a mode watches (`prod_backward` in
+   torch/csrc/autograd/FunctionsManual.cpp), so nobody watches there: it is one operator. Of all formulas tried, none other differs
+   (`tests/measuring/test_formulas.py`).
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
 
 ADD = torch.ops.aten.add.Tensor
+_PRODUCT = torch.ops.aten.prod.dim_int
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -77,8 +81,9 @@ class Ledger(WatchingMode):
     """Exact live bytes of one device type, by watching operators.
 
     Known limitations:
-        Memory that a kernel takes and frees inside one operator is invisible, as is code made by
-        `torch.compile`, and tensors that lived before the step without being named in `begin`.
+        Memory that a kernel takes and frees inside one operator is invisible (rule 7 makes one of what a backward pass
+        computes again there), as is code made by `torch.compile`, and tensors that lived before the step without being
+        named in `begin`.
     """
 
     def __init__(self, device_type: str = "cpu", capacity_bytes: int | None = None) -> None:
@@ -101,6 +106,8 @@ class Ledger(WatchingMode):
         self._moment = OTHER
         self.watching = False
         self._failure: Exception | None = None
+        self._product: weakref.ref[torch.Tensor] | None = None  # one that has no graph yet
+        self._is_aside = False  # while the backward pass of one runs
         self._sums_in_place = device_type == "cuda"
         # births and deaths up to a sum of gradients, what it was written over, the sum
         self._sum: tuple[int, int, _Alive | None] = (0, 0, None)
@@ -192,11 +199,11 @@ class Ledger(WatchingMode):
         """Watch this thread's operators, beneath the dispatch modes that are already there."""
         if self not in _get_current_dispatch_mode_stack():
             _restack(lambda modes: [self, *modes])
-        self.watching = True
+        self.watching, self._is_aside = True, False
 
     def stop(self) -> None:
         """Stop watching; on another thread than `start`, and within compiled code, the mode stays there as a mere pass-through."""
-        self.watching = False
+        self.watching = self._is_aside = False
         if self in _get_current_dispatch_mode_stack() and not is_within_compiled_call():
             _restack(lambda modes: [mode for mode in modes if mode is not self])
 
@@ -234,11 +241,15 @@ class Ledger(WatchingMode):
     ) -> Any:
         if types and defers(types):
             return NotImplemented
+        if self._product is not None:
+            self._leave_alone(self._product())
         first = self._born
         out = func(*args, **kwargs) if kwargs else func(*args)
         effect = EFFECTS[func]
         if not effect or not self.watching:
             return out
+        if func is _PRODUCT:
+            self._product = weakref.ref(out)
         try:
             if self._gone:
                 self._record_deaths()
@@ -263,6 +274,30 @@ class Ledger(WatchingMode):
                 self._refuse(first)
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         return out
+
+    def _leave_alone(self, product: torch.Tensor | None) -> None:
+        """Have nobody watch the backward pass of a product, which now has its graph."""
+        self._product = None
+        node = None if product is None else product.grad_fn
+        if node is None or not node.name().startswith("Prod"):
+            return
+        there = weakref.ref(self)
+
+        def before(_gradients: Any) -> None:
+            ledger = there()
+            if ledger is not None and ledger.watching:
+                ledger.stop()
+                ledger._is_aside = True
+
+        def after(gradients: Any, _outer: Any) -> None:
+            ledger = there()
+            if ledger is not None and ledger._is_aside:
+                ledger.start()
+                ledger._see(gradients, OperatorEffect.BIRTH)
+                ledger.peak_bytes = max(ledger.peak_bytes, ledger.live_bytes)
+
+        node.register_prehook(before)
+        node.register_hook(after)
 
     def _see(self, out: Any, effect: int) -> None:
         """Record the outputs of an operator that are not simply one new tensor."""
