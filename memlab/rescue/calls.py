@@ -77,7 +77,10 @@ class Calls:
             return _as_written
         if torch._C._current_graph_task_id() != -1:
             return self._call_in_backward
-        rescuer.is_armed = self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements)
+        # what a rescue has come to may turn out not to apply in a later backward pass
+        rescuer.is_armed = (
+            self._evidence is None or self._evidence.is_tight(Batch(args, kwargs).elements) or bool(rescuer.rescues)
+        )
         unserved = ""
         if is_within_checkpoint():  # which counts what one run saves, and none that is begun again
             unserved = "within torch.utils.checkpoint"

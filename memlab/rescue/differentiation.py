@@ -106,7 +106,10 @@ class Differentiation:
         inputs = self.bound.arguments["inputs"]
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else [*inputs]
         whole: dict[int, torch.Tensor] = {}
-        handles = [call.hook(number, functools.partial(whole.__setitem__, i)) for i, (call, number) in asked.items()]
+        handles = [
+            call.hook(number, functools.partial(whole.__setitem__, i), by="autograd.grad")
+            for i, (call, number) in asked.items()
+        ]
         # torch runs a call only where gradients of what is before it are asked for as well
         weights = [call.weight for call, _ in asked.values()]
         try:

@@ -20,7 +20,8 @@ Numbered rules of the mechanism:
    runs out in that.
    ``retain_graph=True`` keeps the inner graph as it keeps the outer.
 6. Outputs are siblings behind the node, though one may be computed from another (a mapped latent and its image). Who asks for
-   the gradient of the former is answered by a hook within: `GuardedCall.hook`.
+   the gradient of the former is answered by a hook within: `GuardedCall.hook`. Techniques may have made them siblings there as well,
+   and refuse the hook then; so of a call under techniques no output is taken for one that none is computed from.
 7. What fails here and is neither the model's error nor autograd's is memlab's own. The guard steps aside then, and the inner graph
    is differentiated as it is, or made once more.
 
@@ -118,16 +119,22 @@ class GuardedCall(RepeatableCall):
             node.call, node.rest = None, self._rest
 
     def leads_to_others(self, number: int) -> bool:
-        """Return whether other outputs of the call are computed from one of them."""
-        if self._graph is None:
+        """Return whether other outputs of the call are, or may be, computed from one of them."""
+        if self._graph is None or self._calls.rescuer.session.techniques:
             return len(self._paths) > 1
         return any(self._paths[number] in others for others in graphs.before(_edges(self._graph)).values())
 
-    def hook(self, number: int, hook: Callable[..., Any]) -> RemovableHandle:
-        """Have a function called with the whole gradient of an output, what comes through other outputs included."""
+    def hook(self, number: int, hook: Callable[..., Any], *, by: str = "register_hook") -> RemovableHandle:
+        """Have a function called with the whole gradient of an output, what comes through other outputs included.
+
+        Args:
+            number: of the output.
+            hook: the function.
+            by: torch's function by which the loop asks for it.
+        """
         table = self._hooks.setdefault(self._paths[number], OrderedDict())
         handle = RemovableHandle(table)
-        table[handle.id] = hook
+        table[handle.id] = graphs.Asking(hook, by)
         return handle
 
     def retain(self, number: int, tensor: torch.Tensor) -> None:
@@ -139,7 +146,7 @@ class GuardedCall(RepeatableCall):
             if (there := seen()) is not None and gradient is not None:
                 there.grad = gradient.clone()  # in place of what torch has kept, which came past the call
 
-        self.hook(number, keep)
+        self.hook(number, keep, by="retain_grad")
 
     @contextmanager
     def _hooked(self, outputs: Mapping[Path, torch.Tensor]) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -88,6 +89,17 @@ def _end(root: Any) -> tuple[Any, int]:
     return (root.grad_fn, root.output_nr) if isinstance(root, torch.Tensor) else (root.node, root.output_nr)
 
 
+@dataclass(frozen=True)
+class Asking:
+    """A hook on a tensor, in place of which the loop has called another function of torch's."""
+
+    hook: Callable[..., Any]
+    by: str  # the name of that function
+
+    def __call__(self, gradient: torch.Tensor) -> Any:
+        return self.hook(gradient)
+
+
 def asks_for_gradient(tensor: torch.Tensor, inputs: Sequence[Any] | None = None) -> str:
     """Return the function by which the loop asks for the gradient of a tensor; empty where it does not.
 
@@ -97,7 +109,10 @@ def asks_for_gradient(tensor: torch.Tensor, inputs: Sequence[Any] | None = None)
     """
     if any(each is tensor for each in inputs or ()):
         return "autograd.grad"
-    return "retain_grad" if tensor.retains_grad else "register_hook" if tensor._backward_hooks else ""
+    if tensor.retains_grad:
+        return "retain_grad"
+    hooks = (tensor._backward_hooks or {}).values()
+    return next((hook.by if isinstance(hook, Asking) else "register_hook" for hook in hooks), "")
 
 
 def leaves_of(roots: Iterable[Any]) -> list[torch.Tensor]:

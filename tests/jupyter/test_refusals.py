@@ -567,7 +567,7 @@ for _ in range(2):
         optimizer.zero_grad()
 """
     ran = cell(f"%%memfit --accumulate 2\n{loop}")
-    assert str(ran.error).startswith("accumulation: the loop asks for the gradient of an output of Net")
+    assert str(ran.error).startswith("accumulation: the loop asks for the gradient of a tensor from which Net computes")
     assert {session.plan.label for session in sessions()} == {"as written"}
 
 

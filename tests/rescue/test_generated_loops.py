@@ -387,6 +387,24 @@ def adversarial_inputs(loop: Loop) -> Iterator[torch.Tensor]:
 
 
 @style()
+def looked_into(loop: Loop) -> Iterator[torch.Tensor]:
+    """Grad-CAM between steps: the gradient of a score by what a hook has kept within the model."""
+    loop.steers_not()
+    kept: list[torch.Tensor] = []
+    handle = loop.models[0].trunk.register_forward_hook(lambda _m, _i, output: kept.append(output))
+    inputs, targets = loop.batch()
+    loss = loop.loss(heads(loop.models[0](inputs))[0], targets)
+    loop.zero()
+    loss.backward()
+    loop.step()
+    first, second = heads(loop.models[0](inputs[:3]))
+    handle.remove()
+    (gradient,) = torch.autograd.grad(first.sum() + second.sum(), kept[-1])
+    yield (gradient * kept[-1]).sum()
+    yield loss
+
+
+@style()
 def with_closure(loop: Loop) -> Iterator[torch.Tensor]:
     inputs, targets = loop.batch()
 

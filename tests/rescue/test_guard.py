@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memlab import Workload, fit
+from memlab import RefusalError, Workload, fit
 from memlab.measuring.ledger import Ledger
 from memlab.rescue import calls
 from memlab.rescue.rescuer import Rescuer
@@ -718,6 +718,54 @@ def test_an_output_that_another_is_computed_from_has_its_whole_gradient(how: str
 
     expected, found = loop(False), loop(True)
     assert len(expected) == len(found)
+    assert all(map(torch.allclose, expected, found))
+
+
+def asked(how: str, output: torch.Tensor, latent: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of one output, as the loop asks for it by a function of torch's, from what follows from it."""
+    if how == "autograd.grad":
+        return torch.autograd.grad(output.square().sum(), latent)[0]
+    found: list[torch.Tensor] = []
+    if how == "retain_grad":
+        latent.retain_grad()
+    else:
+        latent.register_hook(found.append)
+    output.square().sum().backward()
+    return latent.grad if how == "retain_grad" else found[0]
+
+
+@pytest.mark.parametrize("flags", ["--accumulate 2", "--bf16", "--precision pure-bf16"])
+@pytest.mark.parametrize("how", ["autograd.grad", "retain_grad", "register_hook"])
+def test_a_gradient_that_a_technique_would_hide_is_refused(how: str, flags: str) -> None:
+    model = Mapped()
+    with (
+        fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), flags, rescue=True),
+        pytest.raises(RefusalError, match=rf"the loop asks for the gradient of .* \({how}\)"),
+    ):
+        asked(how, *model(pairs(0)[0]))
+
+
+@pytest.mark.parametrize("how", ["autograd.grad", "retain_grad", "register_hook"])
+def test_a_rescue_that_has_split_goes_back_where_the_loop_asks_for_a_gradient_within(how: str) -> None:
+    def loop(at: list[int]) -> tuple[list[torch.Tensor], list[str]]:
+        torch.manual_seed(0)
+        model, found, plans = Mapped().double(), [], []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fit(Workload(model, optimizer), rescue=True) as session:
+            for step in range(3):
+                rows = pairs(step)[0].double()
+                with Faults(at if step == 1 else []):
+                    output, _ = model(rows)
+                output.square().sum().backward()
+                optimizer.step()
+                plans.append(session.plan.label)
+                found.append(asked(how, *model(rows[:4])))
+                optimizer.zero_grad()
+                plans.append(session.plan.label)
+        return [*found, *model.parameters()], plans
+
+    (expected, _), (found, plans) = loop([]), loop([1])
+    assert plans[2:4] == ["--accumulate 2", "as written"]
     assert all(map(torch.allclose, expected, found))
 
 

@@ -381,7 +381,11 @@ class MicroRun:
             by = asks_for_gradient(tensor, inputs)
             if by and any(number != tensor.output_nr for number in uses_of(tensor.grad_fn, roots)):
                 name = type(self._model).__name__
-                raise RefusalError(_FIELD, f"the loop asks for the gradient of an output of {name} ({by})", KEEP_WHOLE)
+                raise RefusalError(
+                    _FIELD,
+                    f"the loop asks for the gradient of a tensor from which {name} computes others ({by})",
+                    KEEP_WHOLE,
+                )
 
     def told(self, refusal: MemlabError) -> None:
         """Pass on what the backward pass is refused."""
