@@ -122,10 +122,9 @@ class FirstTrainingCall(FirstCall):
         self.stepped: set[int] = set()  # numbers (`id`) of the optimizers that have stepped before any call that trains
         self.why_none = ""  # why a model that was called does not count; empty where none was
         self._is_evaluated = False  # whether one that was called in eval mode is updated by an optimizer
-        self._in_eval_mode: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.unmade: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # those whose layers had no values when they were called
+        self._in_eval_mode: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()
+        # those whose layers had no values when they were called
+        self.unmade: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()
 
     def __enter__(self) -> Self:
         if self._expects_closures:
@@ -144,10 +143,10 @@ class FirstTrainingCall(FirstCall):
             return False
         if not is_made(module):
             self.why_none = WITHOUT_VALUES.format(type(module).__name__)
-            self.unmade.add(module)
+            self.unmade[module] = None
             return False
         if not module.training:
-            self._in_eval_mode.add(module)
+            self._in_eval_mode[module] = None
         return module.training
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -373,7 +373,7 @@ def _called_part(model: nn.Module, live: Mapping[str, Any], cell: str) -> nn.Mod
     for name in (*names, *names_read_by(names, live)):
         names += _globals_called(getattr(live.get(name), "__code__", None))
     called = [each for name in names if isinstance(each := live.get(name), nn.Module)]
-    if model in map(unwrap_model, called):
+    if any(each is model for each in map(unwrap_model, called)):
         return model
     stepped = {key for optimizer in live_optimizers() for key in stepped_by(optimizer)}
     updated = {id(parameter) for parameter in model.parameters()} & stepped

@@ -348,7 +348,11 @@ def _parts(value: Any) -> _Parts | None:
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
-        return _keys(value, len(children)), list(children), lambda items: node.unflatten_fn(items, context)
+        return (
+            _registered_keys(node, value, len(children)),
+            list(children),
+            lambda items: node.unflatten_fn(items, context),
+        )
     if not _is_opened(value):
         return None
     if isinstance(value, tuple):
@@ -356,8 +360,15 @@ def _parts(value: Any) -> _Parts | None:
     return _opened(value)
 
 
+def _registered_keys(node: Any, value: Any, count: int) -> list[str]:
+    """Name the children of a kind that is registered: what iterating it gives, nobody but its library knows (the rows of a TensorDict)."""
+    if node.flatten_with_keys_fn is None or isinstance(value, (dict, list, tuple)):
+        return _keys(value, count)
+    return [str(key) for key, _ in node.flatten_with_keys_fn(value)[0]]
+
+
 def _keys(value: Any, count: int) -> list[str]:
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, MappingProxyType)):
         return [f"[{key!r}]" for key in value][:count]
     fields = getattr(value, "_fields", None)
     return [f".{name}" for name in fields] if fields else [f"[{place}]" for place in range(count)]

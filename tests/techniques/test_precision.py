@@ -1835,3 +1835,20 @@ def test_an_argument_that_comes_back_is_the_loops(flags: str) -> None:
         out, rows = model(given * 2)
         (out.square().mean() + rows.square().mean()).backward()
     assert given.grad is not None
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--precision pure-bf16"])
+def test_parts_are_told_apart_by_identity_and_not_by_what_they_compare(flags: str) -> None:
+    class Compared(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("there is no one answer for all values")
+
+        def __hash__(self) -> int:
+            return id(self)
+
+    model = nn.Sequential(Compared(6, 6), Compared(6, 2))
+    with fit(work := workload(model), flags):
+        for _ in range(2):
+            model[0](torch.randn(4, 6))
+            model(torch.randn(4, 6)).square().mean().backward()
+            work.optimizers[0].step()

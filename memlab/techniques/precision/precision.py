@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
@@ -114,7 +115,7 @@ class PrecisionChoice(Technique):
         self._moments = PackedMoments(self.note_once, lambda: self.host.techniques())
         self._model: Callable[[], nn.Module | None] = lambda: None
         # parts that were there in a call that was looked at, by whether it had gradients and whether the model was in training mode
-        self._known: defaultdict[tuple[bool, bool], weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
+        self._known: defaultdict[tuple[bool, bool], MutableMapping[nn.Module, None]] = defaultdict(WeakIdKeyDictionary)
         self._is_looked_at = False  # in this step
         self._name = ""
 
@@ -251,7 +252,7 @@ class PrecisionChoice(Technique):
         known = None if model is None else self._known[torch.is_grad_enabled(), model.training]
         if model is not None and known is not None and not all(part in known for part in model.modules()):
             output = self._first(self._name, model, call, args, kwargs)
-            known.update(model.modules())
+            known.update((part, None) for part in model.modules())
             return output
         try:
             return self._lowered(call, args, kwargs)

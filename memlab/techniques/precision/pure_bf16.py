@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.runtime.autocast import without_autocast
@@ -80,7 +81,7 @@ class PureBf16:
         self._is_loops_turn = False  # whether it is the loop that goes on, and not memlab within a call
         self._inside: set[int] = set()  # threads in a call of the model, or of a part
         # parts that the loop has called by themselves, by whether the call had gradients and whether they were in training mode
-        self._seen: defaultdict[tuple[bool, bool], weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
+        self._seen: defaultdict[tuple[bool, bool], MutableMapping[nn.Module, None]] = defaultdict(WeakIdKeyDictionary)
         # weights of batch norm stay beside its statistics: torch's kernels want both in one precision
         whole = {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters()}
         found = {id(tensor): tensor for tensor in (*model.parameters(), *convertible_buffers(model))}
@@ -216,7 +217,7 @@ class PureBf16:
             if part in seen:
                 return self.run(call, args, kwargs)
             output = self._first(type(part).__name__, part, call, args, kwargs)
-            seen.add(part)
+            seen[part] = None
             return output
         finally:
             if is_loops_turn:
