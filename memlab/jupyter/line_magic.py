@@ -31,6 +31,7 @@ from memlab.records.ranks import PredictedRanks
 from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions, switch_together
+from memlab.techniques.gradient_release.leftover import NOT_DROPPED
 from memlab.units import parse_bytes
 
 Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ablation
@@ -234,6 +235,8 @@ class LineMagic:
             if history is not None:
                 history.batch = history.tape = None
             tell(f"{session.workload.name} is as it was")
+            if any(entry.text == NOT_DROPPED for entry in session.log[-1:]):
+                tell(NOT_DROPPED)
         left = [f"{session.plan.label} on {session.workload.name}" for session in sessions() if session.plan != Plan()]
         if left:
             tell(f"still in force: {', '.join(left)}; %memfit undo all removes it")

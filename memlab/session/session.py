@@ -22,6 +22,7 @@ from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import state_layers
+from memlab.runtime.buckets import parameters_in
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook, install_step_hooks, keep_last, on_each_step
 from memlab.runtime.interrupts import deferred_interrupts
@@ -36,6 +37,7 @@ from memlab.session.stepping import Position, Stepping
 from memlab.session.switching import Switching
 from memlab.session.usage import Usage
 from memlab.techniques import Technique
+from memlab.techniques.gradient_release.leftover import NOT_DROPPED, leftover
 
 # steps of a rest are short, or it ends
 _MOST_REST_SECONDS = 0.1
@@ -150,6 +152,9 @@ class Session:
                     self.rescuer.attach(self)
                 raise
             self._hooks.close()
+            trained = (p for optimizer in self.workload.optimizers for p in parameters_in(optimizer))
+            if leftover.forget([*self.workload.model.parameters(), *trained]):
+                self.log.note(NOT_DROPPED)
             self.workload._drop_optimizers()
 
     def __enter__(self) -> Self:
@@ -347,6 +352,7 @@ class Session:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
+        leftover.settle()
         if self._rest is not None:
             return None
         return self._stepping.begins(optimizer, args, kwargs, sys._getframe(1))

@@ -27,6 +27,7 @@ from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.observer import Observer
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
+from memlab.techniques.gradient_release.leftover import NOT_DROPPED
 from tests.driving import FailingAt, loss_of, mlp, tiny_gpt2
 from tests.helpers.needs import needs
 from tests.helpers.snapshots import changed_between
@@ -344,6 +345,14 @@ def test_the_watched_step_needs_no_more_than_those_that_follow(name: str, flags:
     assert watched <= 1.05 * usual
 
 
+def _dropped(optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def _zeroed(optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
 # -- undo ------------------------------------------------------------------------------------------
 
 
@@ -358,6 +367,47 @@ def test_undo_is_exact_and_the_loop_goes_on() -> None:
             step_of(model, optimizer, step)
     step_of(model, optimizer, 5)
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_undo_says_where_the_loop_has_not_dropped_freed_gradients(drops: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with fit(Workload(model, optimizer), "--release-grads") as session:
+        for step in range(3):
+            step_of(model, optimizer, step)
+        if drops:
+            optimizer.zero_grad()
+    assert (session.log[-1].text == NOT_DROPPED) is not drops
+
+
+@pytest.mark.parametrize("plan", ["", "--checkpoint"])
+@pytest.mark.parametrize("drops", [_dropped, _zeroed, None])
+def test_a_loop_under_another_plan_does_not_add_to_freed_gradients(
+    drops: Callable[[Optimizer], None] | None, plan: str
+) -> None:
+    def losses(flags: str) -> list[float]:
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with fit(Workload(model, optimizer), flags) as session:
+            found = [step_of(model, optimizer, step) for step in range(3)]
+            if flags:
+                session.switch(Plan.parse(plan))
+            for step in range(3, 6):
+                loss = loss_of(model, step)
+                if drops is not None:
+                    drops(optimizer)
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        return found
+
+    if drops is not None:
+        assert losses("--release-grads") == losses("")
+        return
+    with pytest.raises(SessionError, match="adds to gradients of the last step under --release-grads"):
+        losses("--release-grads")
 
 
 def test_undo_between_backward_and_step_leaves_the_rest_to_the_step() -> None:

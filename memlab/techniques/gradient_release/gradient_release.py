@@ -31,6 +31,7 @@ Numbered rules of the mechanism:
    what reads the values gets a `RefusalError`, and so does a backward pass or a step that would use them once more.
 10. A look from another cell than the step's, or than the backward pass's, is no loop's: it changes nothing of what is under
    way, and gets the gradient while that is there, or the same refusal each time.
+11. Gradients that are gone and were not dropped when the plan goes are watched on (`leftover`).
 
 An update that a backward pass has made cannot be made undone. A rescue therefore repeats forward passes only; and when
 an update breaks off in its middle, the next gradient is answered by an error instead of being counted twice.
@@ -71,6 +72,7 @@ from memlab.techniques.base import Description, ModelCall, Technique, process_co
 from memlab.techniques.gradient_release import reasons
 from memlab.techniques.gradient_release.foreseen import use_of_gradients
 from memlab.techniques.gradient_release.groups import hear_no_more, hear_of_groups, hearing
+from memlab.techniques.gradient_release.leftover import leftover
 from memlab.techniques.gradient_release.watch import Gone, Watch, where
 from memlab.techniques.offload.spill import is_spilled
 
@@ -230,6 +232,8 @@ class GradientRelease(Technique):
                 self.note_once(reasons.SHARED)
 
     def _forget_optimizer(self, optimizer: Optimizer) -> None:
+        not_dropped = self._gone & self._used
+        leftover.add(parameter for parameter in parameters_in(optimizer) if id(parameter) in not_dropped)
         for parameter in parameters_in(optimizer):
             self._owners.pop(id(parameter), None)
         self._close(optimizer)
