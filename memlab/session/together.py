@@ -11,7 +11,7 @@ from torch import nn
 
 from memlab.errors import MemlabError, RefusalError
 from memlab.plan import FIELDS, Plan
-from memlab.runtime.ownership import steps_some_of
+from memlab.runtime.ownership import stepped_by, steps_some_of
 from memlab.runtime.workload import Workload
 
 if TYPE_CHECKING:
@@ -113,5 +113,11 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload
         instead = "use one optimizer for both, or --accumulate, --checkpoint, --bf16 or --offload activations"
     else:
         reason = f"one {shared} updates {sharers[0].name} and {workload.name}"
-        instead = "give each its own optimizer, or use --accumulate, --checkpoint, --bf16, --adam8bit or --offload activations,optimizer"
+        instead = "use --accumulate, --checkpoint, --bf16, --adam8bit or --offload activations,optimizer"
+        mine, others_own = ({id(p) for p in each.model.parameters()} for each in (workload, sharers[0]))
+        updated = [stepped_by(one) for one in sharers[0].optimizers]
+        if any(each & (mine - others_own) and each & (others_own - mine) for each in updated):
+            instead = f"give each its own optimizer, or {instead}"
+        else:
+            reason = f"{sharers[0].name} and {workload.name} share weights, which one {shared} updates for both"
     raise RefusalError("session", f"{reason}, so {plan.label} cannot be applied to each by itself", instead)

@@ -288,6 +288,26 @@ for _ in range(2):
     cell("%memfit undo all")
 
 
+def test_models_that_share_weights_and_have_an_optimizer_each_are_not_told_to_have_one_each(cell: Cell) -> None:
+    before = """
+one, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+other[1] = one[1]
+optimizers = torch.optim.AdamW(one.parameters()), torch.optim.SGD(other.parameters(), 0.1)
+"""
+    loop = """
+for model, optimizer in zip((one, other), optimizers):
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+"""
+    assert cell(SETUP + before).error is None
+    ran = cell(f"%%memfit --precision pure-bf16\n{loop}{loop}")
+    assert (
+        "session: one and other share weights, which one AdamW updates for both, so --precision pure-bf16 cannot be applied to each "
+        "by itself; use --accumulate, --checkpoint, --bf16, --adam8bit or --offload activations,optimizer"
+    ) in " ".join((ran.out + ran.err).split())
+    cell("%memfit undo all")
+
+
 def test_what_a_backward_pass_computes_again_is_no_model_of_the_cell(shell: Any, cell: Cell) -> None:
     both = CASES["an actor and a critic under one optimizer"]
     assert cell(SETUP + both.before).error is None
