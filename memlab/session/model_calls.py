@@ -82,6 +82,8 @@ class ModelCalls:
             session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
             return self._evaluated(original, args, kwargs)
         session.switching.take_withdrawn_out()
+        if session.position.is_within_step and not session.workload.optimizers:
+            session.log.steps += 1  # as the meter counts steps of what is no optimizer of torch's
         session.usage.called(is_within_step=session.position.is_within_step)
         own_step = session.position.own_step
         if own_step is None or session.position.own_step_around(sys._getframe()) is None:

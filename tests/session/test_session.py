@@ -959,3 +959,13 @@ def test_what_a_call_puts_back_are_the_hooks_of_others() -> None:
 
 def _look_on(*_: Any) -> None:
     pass
+
+
+def test_steps_of_what_is_no_optimizer_of_torchs_are_counted_by_calls() -> None:
+    model = torch.nn.Linear(2, 1)
+    with fit(Workload(model), "--release-grads") as session:
+        for step in range(3):
+            model(torch.ones(2, 2)).sum().backward()
+            assert session.steps == step
+            model.zero_grad()
+        assert not session.notes, "nothing is freed"

@@ -332,7 +332,6 @@ class GradientRelease(Technique):
             if is_clicked and (use := use_of_gradients(sys._getframe())) is not None:
                 raise RefusalError(self.field, reasons.FORESEEN.format(use=use), reasons.LEAVE_OUT)
             self._steps_to_watch = _STEPS_ON_TRIAL if is_clicked else 1
-            self.notes.append(reasons.watching(self._steps_to_watch))
         elif not self._releases and all(map(self._is_seen, self._updating())):
             self._releases = True
             if self._steps_to_watch > 1:
@@ -421,6 +420,8 @@ class GradientRelease(Technique):
 
     def _begin_step(self, optimizer: Optimizer) -> _Step:
         """The first gradient for an optimizer since its step."""
+        if not self._is_known:
+            self.note_once(reasons.watching(self._steps_to_watch))
         step = self._steps[optimizer] = _Step(_settings_of(optimizer), len(optimizer.state), share_of(optimizer))
         return step
 
