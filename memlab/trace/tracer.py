@@ -341,7 +341,7 @@ class Tracer:
         with self._session(Plan()) as (session, seen):
             workload = seen.workload
             probe = Probe(workload.model, workload.name)
-            whole = _arguments_of(workload)
+            whole = _arguments_of(self._pass_of(None, use_cache=not self.uses_cache))
             seen.begin(session, workload)
             layout = probe.layout(whole)
             micro_batches = [layout.take(whole, start, stop) for start, stop in row_ranges(layout.rows, parts)]
