@@ -40,6 +40,10 @@ _NO_MODEL = (
     "transforms of torch.func do not count); make the model first, or train it in this cell; for forward passes or "
     "generate() alone add --inference"
 )
+_UNCALLED = (
+    "no model was measured: the cell trains without calling a model (it calls forward directly, parts of one, or what has no "
+    "module); call the model itself, or name the part that is called with --model"
+)
 _NESTED = "%%memfit within a %%memfit cell: a cell has one; put all flags on its line, as in %%memfit --accumulate 4 --checkpoint"
 
 
@@ -297,7 +301,11 @@ class CellMagic:
             raise UsageError(str(watch.errors.refusal))
         if watch.models.session is not None or watch.errors.failure:
             return
-        why = watch.search.why_none or _NO_MODEL
+        is_uncalled = watch.search.has_seen_steps and not watch.search.why_none
+        why = _UNCALLED if is_uncalled else watch.search.why_none or _NO_MODEL
         if options.plan is not None:
-            raise UsageError(f"{why}; {options.plan.label} was not applied")
+            why = f"{why}; {options.plan.label} was not applied"
+            # what was trained as it is written is no reason to stop at this cell
+            if not is_uncalled:
+                raise UsageError(why)
         tell(why)

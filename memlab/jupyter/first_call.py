@@ -242,6 +242,11 @@ class ModelSearch:
             looking = FirstTrainingCall(self._found, self.thread, expects_closures=expects_closures)
             self._looking = self._undo.enter_context(looking)
 
+    @property
+    def has_seen_steps(self) -> bool:
+        """Return whether an optimizer has stepped, though nothing that trains was called."""
+        return self._looking is not None and bool(self._looking.stepped)
+
     # -- when to look again --------------------------------------------------------------------
 
     def expect_more(self) -> None:

@@ -232,6 +232,7 @@ class ParameterAttributes(_Tables):
             for name, parameter in parameters.items()
             if parameter is not None and (attributes := vars(parameter)) and "ds_id" not in attributes  # an engine's
             for key, value in attributes.items()
+            if not key.startswith("_dynamo_")  # torch's compiler notes there what it has seen
         }
 
     def table(self, *place: str) -> dict[str, Any]:
@@ -296,12 +297,15 @@ class Names(Mapping):
 
 
 class ClassAttributes(Container):
-    """Attributes of a class that code may set: all but Python's own."""
+    """Attributes of a class that code may set: some, or all but Python's own."""
 
-    def __init__(self, held: type) -> None:
+    def __init__(self, held: type, names: Collection[str] | None = None) -> None:
         super().__init__(held, lambda name: f"{held.__name__}.{name}")
+        self._names = names
 
     def read(self) -> Items:
+        if self._names is not None:
+            return {name: value for name in self._names if (value := vars(self.held).get(name, ABSENT)) is not ABSENT}
         return {name: value for name, value in vars(self.held).items() if not name.startswith("__")}
 
     def write(self, key: Any, value: Any) -> None:

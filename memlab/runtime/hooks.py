@@ -201,6 +201,7 @@ class CallHook(InPlace):
 
 _call_hooks: weakref.WeakSet[CallHook] = weakref.WeakSet()
 _compile = nn.Module.compile
+_noticing = 0  # hooks that are told
 
 
 @functools.wraps(_compile)
@@ -212,13 +213,17 @@ def _compile_within(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 def _notice_compiling(undo: ExitStack) -> None:
     """Have `model.compile()` leave the hook of the model in place, until undone."""
+    global _noticing
     if nn.Module.compile is _compile:
         nn.Module.compile = _compile_within  # type: ignore[method-assign]
-        undo.callback(_notice_no_longer)
+    _noticing += 1
+    undo.callback(_notice_no_longer)
 
 
 def _notice_no_longer() -> None:
-    if nn.Module.compile is _compile_within:
+    global _noticing
+    _noticing -= 1
+    if not _noticing and nn.Module.compile is _compile_within:
         nn.Module.compile = _compile  # type: ignore[method-assign]
 
 

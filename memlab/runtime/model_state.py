@@ -191,10 +191,12 @@ class State(Walk):
         for module in own:
             self._of_module(module)
         self._tables_of(own)
+        self._follow_classes()
         # containers and tensors; those that follow belong to the objects
         self._modules_hold, own_tensors = len(self._contents), len(self._tensors)
         for value in objects:
             self.look_at(value, "", 0)
+        self._follow_classes()
         if self._tensors:
             tensors = self._tensors
             self._contents = [

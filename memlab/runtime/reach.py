@@ -8,7 +8,8 @@ Rules:
    Modules that are met so are walked as well (`beside`).
 2. Objects of torch's, DeepSpeed's and memlab's own machinery are left alone, and so is code of well-known libraries: they keep what they count
    in modules. Optimizers, schedulers, scalers and distributions are looked into, the loop's optimizers but for the state of parameters.
-3. Every container is met once.
+3. Of classes that are no modules' those attributes are followed which followed code names: others may be another thread's.
+4. Every container is met once.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ class Walk(ABC):
         # in the order in which they were met
         self._contents: list[tuple[containers.Container, containers.Items]] = []
         self._hooks: list[ModuleHooks] = []
+        self._named: set[str] = set()  # attributes, by code that was followed
+        self._classes: dict[type, set[str]] = {}  # of the user's, with the attributes that were followed
         self.generators: list[Any] = []  # of random numbers that were met
         self.unreadable: list[str] = []  # names of what was met and cannot be put back
 
@@ -326,9 +329,32 @@ class Walk(ABC):
         """Walk from a class of the user's, or one with a forward and a backward pass of its own."""
         is_differentiable = issubclass(kind, torch.autograd.Function)
         for each in kind.__mro__:
-            is_followed = not _is_of(each.__module__, LIBRARIES) if is_differentiable else _is_users(each.__module__)
-            if is_followed and self._is_new(each):
-                self._class(each)
+            if is_differentiable and not _is_of(each.__module__, LIBRARIES):
+                if self._is_new(each):
+                    self._class(each)
+            elif _is_users(each.__module__) and not issubclass(each, nn.Module):
+                self._classes.setdefault(each, set())
+
+    def _follow_classes(self) -> None:
+        """Walk from what was named so far of classes that were met, until nothing new is named."""
+        found = {kind: set[str]() for kind in self._classes}
+        while new := [
+            (kind, name, member)
+            for kind, followed in [*self._classes.items()]
+            for name, member in [*vars(kind).items()]
+            if name not in followed and (name in self._named or (name.startswith("__") and callable(member)))
+        ]:
+            for kind, name, member in new:
+                self._classes[kind].add(name)
+                functions = _functions_of(member)
+                for function in functions:
+                    self._function(function, f"{kind.__name__}.{name}", 1)
+                if not functions and not name.startswith("__"):
+                    found.setdefault(kind, set()).add(name)
+                    self.look_at(member, f"{kind.__name__}.{name}", 1)
+        for kind, names in found.items():
+            if names:
+                self.met(containers.ClassAttributes(kind, sorted(names)))
 
     def _function(self, function: Any, name: str, depth: int) -> None:
         if depth > _DEPTH or not self._is_new(function):
@@ -350,6 +376,7 @@ class Walk(ABC):
             if self._is_new(cell):
                 self.met(containers.Cell(cell, _always(f"{cell_name} of {name}")))
                 self.look_at(containers.content_of(cell), f"{cell_name} of {name}", depth + 1)
+        self._named.update(_attributes_of(function.__code__))
         self._names(function.__globals__, _globals_of(function.__code__), function.__code__, depth)
         for value in function.__defaults__ or ():
             self.look_at(value, name, depth + 1)

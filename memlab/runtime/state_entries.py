@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import register_pytree_node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.callers import is_own_code
@@ -113,6 +114,15 @@ for _name in (
     "clear", "copy", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
 ):  # fmt: skip
     setattr(PackedState, _name, _showing(_name))
+
+
+def _flattened(state: PackedState) -> tuple[list[Any], list[str]]:
+    state._show(sys._getframe(1))
+    return [*dict.values(state)], [*dict.keys(state)]
+
+
+# what goes through a tree of torch's goes through the optimizer's own form
+register_pytree_node(PackedState, _flattened, lambda values, names: dict(zip(names, values, strict=True)))
 
 
 def kept_of(state: Mapping[str, Any]) -> State:

@@ -84,6 +84,7 @@ class Surroundings(Walk):
         for path, module in named:
             self._of_module(path, module)
         self._tables_of(named)
+        self._follow_classes()
 
     def beside(self, model: nn.Module, name: str) -> None:
         new = [(f"{name}.{path}" if path else name, each) for path, each in model.named_modules() if self._is_new(each)]

@@ -138,6 +138,22 @@ def test_the_line(made: Cell, unchanged: Any, line: str, said: str) -> None:
     assert refused(made, unchanged, f"%%memfit {line}") == said
 
 
+def test_a_cell_that_calls_forward_directly_is_not_stopped_when_it_is_done(cell: Cell) -> None:
+    cell(SETUP)
+    cell(
+        "layers = one, other = nn.Linear(4, 4), nn.Linear(4, 4)\noptimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in layers]"
+    )
+    ran = cell(
+        "%%memfit --accumulate 2\nfor layer, own in zip((one, other), optimizers):\n"
+        "    layer.forward(torch.ones(2, 4)).sum().backward()\n    own.step()\n"
+    )
+    assert ran.error is None
+    assert (
+        "no model was measured: the cell trains without calling a model (it calls forward directly, parts of one, or what has no "
+        "module); call the model itself, or name the part that is called with --model; --accumulate 2 was not applied"
+    ) in ran.out + ran.err
+
+
 def test_a_model_that_the_cell_trains_in_eval_mode_only(made: Cell) -> None:
     made("model.eval()")
     train = f"optimizer = torch.optim.SGD(model.parameters(), 1e-3)\n{TRAIN}"

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
+import torch
+from torch import nn
 
-from memlab.runtime.containers import Array, Mapping
+from memlab.runtime.containers import Array, ClassAttributes, Mapping
+from memlab.runtime.model_state import State
+from memlab.runtime.surroundings import Surroundings
 
 
 def test_an_array_is_compared_by_its_bits() -> None:
@@ -37,3 +44,24 @@ def test_a_table_is_read_and_filled_past_its_own_lookup() -> None:
     assert {effect.name for effect in container.effects(before)} == {"one", "two"}
     container.fill(before)
     assert [*table.items()] == [("one", 1), ("two", 2)]
+
+
+class Feed:
+    """What a thread of the loop's fills, and a mean that the model reads of it."""
+
+    mean = 1.0
+    batches: ClassVar[list[int]] = []
+    made = 0
+
+
+class Reads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * Feed.mean
+
+
+@pytest.mark.parametrize("kind", [Surroundings, lambda model: State.of_model(model, torch.device("cpu"))])
+def test_of_a_class_what_the_model_does_not_name_is_left_alone(kind: Callable[[nn.Module], Any]) -> None:
+    seen = kind(Reads())
+    classes = [container for container, _ in seen.contents if isinstance(container, ClassAttributes)]
+    assert [container.read() for container in classes if container.held is Feed] == [{"mean": 1.0}]
+    assert not any(container.held is Feed.batches for container, _ in seen.contents)

@@ -345,14 +345,18 @@ def test_compiled_models(in_place: bool) -> None:
 def test_a_model_that_is_compiled_in_the_middle_keeps_its_plan(plan: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen: list[tuple[int, torch.dtype]] = []
-    with fit(Workload(model, optimizer), plan, rescue=False):
+    other = nn.Linear(4, 2)
+    earlier = fit(Workload(other, torch.optim.SGD(other.parameters(), lr=0.1)), plan, rescue=False)
+    with fit(Workload(model, optimizer), plan, rescue=False) as session:
+        earlier.undo()
         for step in range(4):
             if step == 2:
-                model.compile(backend=lambda graph, _: lambda *args: (seen.append(len(args[-1])), graph(*args))[1])
+                model.compile(backend="eager")
             model(torch.randn(6, 4)).square().mean().backward()
             optimizer.step()
         compiled = model._compiled_call_impl
+        assert type(compiled).__name__ == "CallHook"
+        assert not [entry.text for entry in session.log if "run whole" in entry.text]
     assert nn.Module.compile.__module__ == "torch.nn.modules.module"
     assert vars(model)["_compiled_call_impl"] is not compiled, "the user's own is there again"
 

@@ -13,6 +13,7 @@ import bitsandbytes
 import pytest
 import torch
 import transformers
+from torch.utils._pytree import tree_map, tree_map_only_
 
 from memlab import Workload, extras, fit
 from memlab.errors import MissingExtraError, RefusalError
@@ -395,6 +396,7 @@ def test_who_goes_through_all_of_a_state_finds_the_users_own(flags: str) -> None
             lambda state: {name: state[name] for name in state},
             lambda state: state.copy(),
             lambda state: {} | state,
+            lambda state: tree_map(lambda value: value, state),
         )
         for way in ways:
             for parameter, kept in zip(model.parameters(), expected.values(), strict=True):
@@ -418,6 +420,7 @@ _WRITES: dict[str, Callable[[dict[str, Any], torch.Tensor], object]] = {
     "setdefault": lambda state, moment: state.setdefault("exp_avg", moment).zero_(),
     "iterate": lambda state, moment: [state[name].mul_(0) for name in state if name == "exp_avg"],
     "clear": lambda state, moment: state.clear(),
+    "tree": lambda state, moment: tree_map_only_(torch.Tensor, lambda value: value.mul_(1 - value.dim() // 2), [state]),
 }
 
 
