@@ -16,7 +16,7 @@ import torch
 from memlab.plan import Tier
 from memlab.runtime.aliases import overwrite
 from memlab.runtime.model_state import State
-from memlab.runtime.state_entries import PackedState
+from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.masters import masters_of
@@ -131,7 +131,7 @@ def _restore_optimizer(
             optimizer.state.pop(parameter, None)
             continue
         live = optimizer.state[parameter]
-        before = dict(live)
+        before = kept_of(live)
         refilled = {key: _refilled(before.get(key), value, parameter) for key, value in saved.items()}
         if parameter in packed or isinstance(live, PackedState):
             form = live if isinstance(live, PackedState) else packed[parameter]
