@@ -27,7 +27,7 @@ CLIPPED = (
     "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",
     f"leave that out, or {LEAVE_OUT}",
 )
-_BY_THE_NORM_OF_ALL = ("clip_grad_norm_", "clip_grad_norm", "get_total_norm", "_get_total_norm")
+_BY_THE_NORM_OF_ALL = ("grad_norm", "get_total_norm")  # in names of functions: torch's, and those that libraries call theirs by
 CLOSURE = ("the loop hands optimizer.step() a closure, which may run several times", LEAVE_OUT)
 SCALED = (
     "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
@@ -55,7 +55,7 @@ def what_is_done() -> tuple[str, str]:
     names, clips = [], False
     for frame, _ in walk_stack(sys._getframe(1)):
         home = module_of(frame)
-        clips |= home.startswith("torch.nn.utils.") and frame.f_code.co_name in _BY_THE_NORM_OF_ALL
+        clips |= any(name in frame.f_code.co_name for name in _BY_THE_NORM_OF_ALL)
         if not is_memlab(frame):
             names.append(frame.f_code.co_name)
         if names[-1:] == ["step"] and home.startswith("torch.optim."):
