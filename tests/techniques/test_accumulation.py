@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from memlab import RefusalError, Workload, fit, predict
 from memlab.errors import SessionError
@@ -600,6 +602,41 @@ class TestRefusals:
         assert "(one of its arguments is [6, 6], rows by rows, as of the nodes of one graph); use --checkpoint" in str(
             caught.value
         )
+
+    def test_the_loss_of_a_router_of_experts(self) -> None:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = MixtralConfig(
+            vocab_size=64,
+            num_hidden_layers=2,
+            num_local_experts=4,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+            **sizes,
+        )
+        torch.manual_seed(0)
+        ids = torch.randint(0, 64, (8, 16))
+        with (
+            fit(workload(model := MixtralForCausalLM(config)), "--accumulate 2"),
+            pytest.raises(RefusalError) as caught,
+        ):
+            model(input_ids=ids, labels=ids)
+        assert str(caught.value).startswith(
+            "accumulation: the loss of MixtralForCausalLM is not a mean or sum over rows or targets, so micro-batches cannot give its "
+            "gradient: for 2 rows together it is "
+        )
+        assert str(caught.value).endswith(
+            "; let the loop compute the loss from the outputs (any loss works then), or use --checkpoint"
+        )
+
+    def test_rows_that_are_partly_in_numpy(self) -> None:
+        class Weighted(nn.Linear):
+            def forward(self, rows: torch.Tensor, weights: np.ndarray) -> torch.Tensor:
+                return super().forward(rows) * torch.from_numpy(weights)[:, None]
+
+        with fit(workload(model := Weighted(5, 3)), "--accumulate 2"), pytest.raises(RefusalError) as caught:
+            model(torch.randn(6, 5), np.ones(6, dtype=np.float32))
+        said = "(one of its arguments is a NumPy array of 6 rows, which is not split: hand over a tensor); use --checkpoint"
+        assert said in str(caught.value)
 
     def test_a_batch_too_small_for_a_plan_on_trial(self) -> None:
         model = Regressor()

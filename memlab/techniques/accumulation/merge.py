@@ -137,8 +137,8 @@ def found_merge(before: Any, parts: Sequence[Any], whole: Any, rows: Sequence[in
     """Return how these parts make this whole; None when in no way that is known."""
     # each with how far it is off: small changes of large values are within the tolerance of several
     found: list[tuple[float, Merge]] = []
-    is_array = _is_array(whole)
-    if is_array and all(map(_is_array, parts)) and whole.dtype.kind in "fiu":
+    is_array = is_ndarray(whole)
+    if is_array and all(map(is_ndarray, parts)) and whole.dtype.kind in "fiu":
         # NumPy's numbers are held against each other as tensors, and put together as what they are
         before, whole = before if before is None else torch.from_numpy(before), torch.from_numpy(whole)
         parts = [torch.from_numpy(part) for part in parts]
@@ -219,7 +219,7 @@ def agree(one: Any, other: Any, tolerance: float) -> bool:
     """Return whether two values of any kind are the same, numbers to a tolerance."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and close(one, other, tolerance)
-    if _is_array(one) and _is_array(other) and one.shape == other.shape and one.dtype.kind in "fiu":
+    if is_ndarray(one) and is_ndarray(other) and one.shape == other.shape and one.dtype.kind in "fiu":
         return close(torch.from_numpy(one), torch.from_numpy(other), tolerance)
     if all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other)):
         return close(one, other, tolerance)
@@ -256,7 +256,8 @@ def opened(value: Any) -> Any:
     return [*value.items] if isinstance(value, Chain) else value
 
 
-def _is_array(value: Any) -> bool:
+def is_ndarray(value: Any) -> bool:
+    """Return whether a value is an array of NumPy's, which is not imported for that."""
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 

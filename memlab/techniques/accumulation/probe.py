@@ -19,7 +19,7 @@ from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
-from memlab.techniques.accumulation.merge import Join, found_join, found_merge, why_apart
+from memlab.techniques.accumulation.merge import Join, found_join, found_merge, is_ndarray, why_apart
 from memlab.techniques.accumulation.noise import Noise, Order, StrangeDrawError
 from memlab.techniques.accumulation.rows import FEW_ROWS, separating_rows, telling_rows
 from memlab.techniques.accumulation.split import (
@@ -135,6 +135,10 @@ class Probe:
         square = (candidates[0].rows,) * 2
         if any(isinstance(leaf, torch.Tensor) and leaf.shape == square for leaf in call.leaves):
             reason += f" (one of its arguments is {[*square]}, rows by rows, as of the nodes of one graph)"
+        elif any(is_ndarray(leaf) and leaf.shape[:1] == square[:1] for leaf in call.leaves):
+            reason += (
+                f" (one of its arguments is a NumPy array of {square[0]} rows, which is not split: hand over a tensor)"
+            )
         elif failed and (kept := _kept_by_row(self._model, candidates[0].rows)):
             reason += f" (it holds {kept}, with as many rows as the batch)"
         raise RefusalError(_FIELD, reason, instead)
