@@ -303,7 +303,7 @@ def page() -> str:
         "",
         "Until 30 November weights that are tied had memory of their own for a moment when these models were made, and left holes that no model on a GPU leaves: t5, bart and whisper were off by 5 to 10 % in "
         "single cells for that (exact to 0.2 % now). On the T4 three things are left. `whisper` under `--offload optimizer` is within 0.1 % where it is measured alone; after all other plans "
-        "torch reserves 8 % less, and why is not known; nor why `convnext` under `--offload activations` with expandable segments is 6.6 % too low. `gpt2` under all settings: a mode of memlab's "
+        "torch reserves 8 % less, and why is not known; nor why `convnext` under `--offload activations` with expandable segments is 6.6 % too low. `gpt2` under all settings is 5.6 % too high; the one difference found in its requests: a mode of memlab's "
         "watches its first steps, and torch's math attention then adds its mask to a copy.",
     ]
     for path in sorted(RESULTS.glob("*.allocator.json")):
