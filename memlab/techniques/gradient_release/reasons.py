@@ -28,7 +28,8 @@ CLIPPED = (
     f"leave that out, or {LEAVE_OUT}",
 )
 _BY_THE_NORM_OF_ALL = (
-    "grad_norm",
+    "clip_grad_norm",
+    "get_grad_norm",
     "get_total_norm",
 )  # in names of functions: torch's, and those that libraries call theirs by
 CLOSURE = ("the loop hands optimizer.step() a closure, which may run several times", LEAVE_OUT)
