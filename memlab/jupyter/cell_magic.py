@@ -301,11 +301,11 @@ class CellMagic:
             raise UsageError(str(watch.errors.refusal))
         if watch.models.session is not None or watch.errors.failure:
             return
-        is_uncalled = watch.search.has_seen_steps and not watch.search.why_none
-        why = _UNCALLED if is_uncalled else watch.search.why_none or _NO_MODEL
+        # what was trained as it is written is no reason to stop at this cell
+        is_trained = watch.search.has_seen_steps and not watch.search.why_none
+        why = watch.search.why_none or (_UNCALLED if is_trained else _NO_MODEL)
         if options.plan is not None:
             why = f"{why}; {options.plan.label} was not applied"
-            # what was trained as it is written is no reason to stop at this cell
-            if not is_uncalled:
+            if not is_trained:
                 raise UsageError(why)
         tell(why)

@@ -28,14 +28,14 @@ _PACKAGES = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "d
 _INSTALLED = (sysconfig.get_path("stdlib"), OWN_FOLDER, "<frozen")
 _DECORATES = "torch.utils._contextlib"  # with `torch.no_grad`, say
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType, GetSetDescriptorType)
-# torch's functions in Python as they are before a loop exchanges any, by `id`, and by code
+# torch's functions in Python as they are before a loop exchanges any
 _ORIGINALS = {
-    id(each): each
+    each
     for home in (torch, torch.functional, torch.nn.functional, torch.autograd, torch.Tensor)
     for each in vars(home).values()
     if isinstance(each, FunctionType)
 }
-_OF_PYTHON = {each.__code__: each for each in _ORIGINALS.values() if not each.__closure__}
+_BY_CODE = {each.__code__: each for each in _ORIGINALS if not each.__closure__}
 _FOR_ASKERS: set[CodeType] = set()  # see `for_asker`
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ def handed_over(function: Any) -> Any:
     Torch's functions in Python hand over what is found under their names. Where the loop, or a library, has put another there that calls
     torch's, that one is under way already, and would be called twice.
     """
-    if isinstance(function, _OF_C) or id(function) in _ORIGINALS:
+    if isinstance(function, _OF_C) or (isinstance(function, FunctionType) and function in _ORIGINALS):
         return function
     frame = sys._getframe(2)
     asking = frame.f_back
@@ -61,8 +61,8 @@ def handed_over(function: Any) -> Any:
     code = asking.f_code
     if getattr(function, "__code__", None) is code:
         return function
-    if code in _OF_PYTHON:
-        return _OF_PYTHON[code]
+    if code in _BY_CODE:
+        return _BY_CODE[code]
     closure = tuple(CellType(asking.f_locals[name]) for name in code.co_freevars)
     return FunctionType(code, asking.f_globals, code.co_name, None, closure)
 

@@ -148,6 +148,17 @@ def test_threads_take_their_workspaces_at_their_first_products() -> None:
     assert moments[in_pass] == BACKWARD
 
 
+def test_the_look_at_rows_fills_no_key_value_cache() -> None:
+    def looked(*, uses_cache: bool) -> list[int]:
+        workload = family("gpt2")
+        workload.model.config.use_cache = uses_cache
+        look = PlanPredictor(workload, "T4").parts(Plan.parse("--accumulate 2")).look
+        assert look is not None
+        return [size_bytes for size_bytes, *_ in look.events]
+
+    assert looked(uses_cache=True) == looked(uses_cache=False)
+
+
 def test_the_look_at_rows_comes_before_the_first_step_and_leaves_nothing() -> None:
     look = [(16 * MIB, 1, ACTIVATIONS, FORWARD)]
     noting = Noting()

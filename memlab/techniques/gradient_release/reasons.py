@@ -27,11 +27,8 @@ CLIPPED = (
     "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",
     f"leave that out, or {LEAVE_OUT}",
 )
-_BY_THE_NORM_OF_ALL = (
-    "clip_grad_norm",
-    "get_grad_norm",
-    "get_total_norm",
-)  # in names of functions: torch's, and those that libraries call theirs by
+# in names of functions: torch's, and those that libraries call theirs by
+_BY_THE_NORM_OF_ALL = ("clip_grad_norm", "get_grad_norm", "get_total_norm")
 CLOSURE = ("the loop hands optimizer.step() a closure, which may run several times", LEAVE_OUT)
 SCALED = (
     "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
