@@ -210,7 +210,7 @@ class CellMagic:
         with cells.beside("the search for the model among the variables"):
             for stale in stale_optimizers(variables, source.python):
                 tell(stale)  # it trains nothing, which nobody notices in a long cell
-                watch.search.stale.is_silent = True
+                watch.search.stale.were_named = True
             workloads = self._named_in(variables, options, source)
         for workload in workloads or (None,):
             self._notebook.background.require_other(workload.model if workload is not None else None)
@@ -267,6 +267,8 @@ class CellMagic:
             )
             hint = "" if session.usage.ends_earlier_step else "; for forward passes or generate() alone add --inference"
             why = f"{session.observers.failure or none}, {said}{hint}"
+            if watch.trained_nothing:
+                why = f"nothing of {name} was updated in this cell, so it has no row; {session.plan.label} is in force on it"
             if watch.was_passed_by:
                 past = f"{session.usage.how_passed_by}, {said}"
                 why = past if session.usage.passed_by is None else f"{session.usage.passed_by}; nothing was measured"

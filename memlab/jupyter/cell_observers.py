@@ -157,7 +157,7 @@ class StaleOptimizers:
     """Says where an optimizer steps that was made before layers, or the whole model, were made again."""
 
     def __init__(self, variables: Callable[[], Mapping[str, Any]]) -> None:
-        self.is_silent = False  # whether it says nothing
+        self.were_named = False  # whether the user was told
         self._variables = variables
         self._judged: MutableMapping[torch.optim.Optimizer, None] = WeakIdKeyDictionary()
 
@@ -166,7 +166,8 @@ class StaleOptimizers:
         if optimizer in self._judged:
             return
         self._judged[optimizer] = None
-        for each in () if self.is_silent else workloads:
+        for each in () if self.were_named else workloads:
             said = stale_in_step(optimizer, each.model, each.name, self._variables())
             if said is not None:
                 tell(said)  # it trains nothing, which nobody notices in a long cell
+                self.were_named = True

@@ -195,14 +195,20 @@ class CellWatch:
         if self.search.is_over and meter is not None and (steps := meter.steps_to_pass()):
             self.models.sessions[0].rest(steps)
 
+    @property
+    def trained_nothing(self) -> bool:
+        """Return whether the cell's optimizers were made for other models, so that nothing was updated."""
+        return self.search.stale.were_named and not any(each.workload.optimizers for each in self.models.sessions)
+
     def keep(self, history_of: Callable[[nn.Module], History], error: BaseException | None = None) -> int:
         """Put what was measured into a history, once the cell is over; return how many steps ended in it.
 
         The history of the first model gets what was measured, each one's its own batch. Where an error for want of memory has
-        ended the cell, its plan gets a row that says so.
+        ended the cell, its plan gets a row that says so. A loop whose optimizer was made for another model gets none: rows of
+        training would be compared with it.
         """
         session, sessions, meter = self.models.session, self.models.sessions, self.measuring.meter
-        if session is None or meter is None:
+        if session is None or meter is None or self.trained_nothing:
             return 0
         for each in sessions:
             each.usage.note()
