@@ -116,6 +116,27 @@ def test_steps_and_rows_are_those_of_the_loop(shell: Any, cell: Cell) -> None:
 
 
 @pytest.mark.full
+def test_a_plan_is_found_for_all_of_them_by_running_steps_of_their_loop(shell: Any, cell: Cell) -> None:
+    made, loop = LOOPS["a judge of real and made ones"]
+    cell(MAKE + made)
+    cell(f"%%memfit\n{loop}")
+    budget_bytes = int(peaks(shell)["as written"].peak_allocated_bytes * 0.8)
+    before = [p.clone() for name in ("G", "D") for p in shell.user_ns[name].parameters()]
+    found = shell.run_line_magic("memfit", f"find --budget {budget_bytes}B")
+    assert found.measurement.peak_allocated_bytes <= budget_bytes
+    assert found.plan.changes()
+    predicted = {each.plan: each.peak_allocated_bytes for each in found.predictions}
+    for trial in found.trials:
+        assert trial.peak_allocated_bytes == pytest.approx(predicted[trial.plan], rel=0.04), trial.plan
+    after = [p for name in ("G", "D") for p in shell.user_ns[name].parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert {each.workload.name: each.plan.label for each in sessions()} == {"G": "as written", "D": "as written"}
+    assert cell(f"%%memfit {found.plan.label}\n{loop}").error is None
+    *_, ran = peaks(shell).values()
+    assert ran.peak_allocated_bytes <= 1.04 * found.measurement.peak_allocated_bytes
+
+
+@pytest.mark.full
 def test_a_budget_is_kept_by_a_plan_that_is_chosen_once_a_step_is_known(shell: Any, cell: Cell) -> None:
     made, loop = LOOPS["a judge of real and made ones"]
     cell(MAKE + made)
