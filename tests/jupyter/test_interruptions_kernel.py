@@ -1,7 +1,11 @@
-"""The interrupt button at any moment of a training cell, in a real kernel: with and without a panel, and beside a background cell."""
+"""The interrupt button at any moment of a training cell, in a real kernel: with and without a panel, and beside a background cell.
+
+``MEMLAB_INTERRUPTIONS=20`` presses it so often in each of them, under every plan, in plain cells too.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -16,7 +20,8 @@ from tests.helpers.live_kernel import LiveKernel, live_kernel  # noqa: E402
 
 pytestmark = pytest.mark.full
 
-_INTERRUPTIONS = 4
+_INTERRUPTIONS = int(os.environ.get("MEMLAB_INTERRUPTIONS", "4"))
+_IS_LONG = "MEMLAB_INTERRUPTIONS" in os.environ
 _SETUP = """
 %load_ext memlab
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -66,6 +71,9 @@ _PLANS = (
     "--optim adafactor",
     "--accumulate 2 --checkpoint --offload optimizer,activations",
 )
+_CELLS = [(flags, False) for flags in (_PLANS if _IS_LONG else _PLANS[::2])]
+_PANELS = [(flags, True) for flags in (_PLANS if _IS_LONG else _PLANS[1:8:3])]
+_IN_BACKGROUND = ("", *(_PLANS if _IS_LONG else ("--release-grads --offload optimizer", _PLANS[-1])))
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +95,7 @@ def interrupted(kernel: LiveKernel, cell: str, after_seconds: float) -> None:
     assert not frames_of_memlab(shown), shown
 
 
-@pytest.mark.parametrize(
-    ("flags", "has_panel"), [*((flags, False) for flags in _PLANS[::2]), *((flags, True) for flags in _PLANS[1:8:3])]
-)
+@pytest.mark.parametrize(("flags", "has_panel"), [*_CELLS, *_PANELS])
 def test_the_button_leaves_whole_steps(kernel: LiveKernel, flags: str, has_panel: bool) -> None:
     drawn = random.Random(f"{flags} {has_panel}")
     kernel.run("model, optimizer = made()\nstop = False")
@@ -111,11 +117,26 @@ def test_the_button_leaves_whole_steps(kernel: LiveKernel, flags: str, has_panel
     assert kernel.value("'memlab' in repr([vars(m) for m in trained.modules()])") is False
 
 
-@pytest.mark.parametrize("flags", ["", "--release-grads --offload optimizer", "--accumulate 2 --checkpoint"])
+@pytest.mark.parametrize("has_panel", [False, True])
+def test_the_button_in_a_cell_without_a_plan(kernel: LiveKernel, has_panel: bool) -> None:
+    drawn = random.Random(has_panel)
+    kernel.run("model, optimizer = made()\nstop = False")
+    if has_panel:
+        kernel.run("%memfit panel")
+    for _ in range(_INTERRUPTIONS // 2):
+        interrupted(kernel, kernel.send(_TRAIN.format(flags="", steps=10**9)), drawn.uniform(0.0, 0.3))
+    kernel.run("last = 3 + max(counts(optimizer), default=0)")
+    kernel.run(_TRAIN.format(flags="", steps="last"))  # the next cell trains on
+    assert kernel.value("max(counts(optimizer)) == last")
+    kernel.run("%memfit undo")
+    assert kernel.value("'memlab' in repr([vars(m) for m in model.modules()])") is False
+
+
+@pytest.mark.parametrize("flags", _IN_BACKGROUND)
 def test_a_background_cell_is_left_by_cancelling_alone(kernel: LiveKernel, flags: str) -> None:
     drawn = random.Random(flags)
     kernel.run("model, optimizer = made()\nstop = False")
-    for _ in range(3):
+    for _ in range(max(3, _INTERRUPTIONS // 2)):
         kernel.run(_TRAIN.format(flags=f"{flags} --background".strip(), steps=10**9))
         interrupted_wait = kernel.send("%memfit wait")
         time.sleep(drawn.uniform(0.2, 0.6))
