@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ class Calls:
         self._why_openly = ""  # why the model's graph must be the loop's, where it must
         self._aliases: Aliases | None = None
         self._alive: WhileAlive[None] = WhileAlive()
-        self._stepped_at = -1  # number of the last operator before the last step ended
+        self._stepped_at = (0, -1)  # the thread and the number of its last operator before the last step ended
         self._done: list[GuardedCall] = []  # in the backward pass under way
         # by the number of operators of a call; calls of as many are alike
         self._runs_code: dict[int, bool] = {}
@@ -235,7 +236,7 @@ class Calls:
     @property
     def is_alone(self) -> bool:
         """Return whether this thread has made no graph since the last step that a call could go on from."""
-        return self._stepped_at == graphs.sequence_nr()
+        return self._stepped_at == (threading.get_ident(), graphs.sequence_nr())
 
     @property
     def are_exact(self) -> bool:
@@ -302,7 +303,7 @@ class Calls:
 
     def step_ended(self) -> None:
         """An optimizer has stepped."""
-        self._stepped_at = graphs.sequence_nr()
+        self._stepped_at = (threading.get_ident(), graphs.sequence_nr())
 
     # -- aliases of the parameters -------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memlab.runtime.graphs import repeatable_hooks
+from memlab.runtime.interrupts import deferred_interrupts
 
 
 def device_types() -> tuple[str, ...]:
@@ -39,6 +40,37 @@ def without_cached_casts(device_type: str) -> Iterator[None]:
         return
     with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False):
         yield
+
+
+@contextmanager
+def autocast_as_before() -> Iterator[None]:
+    """Leave autocast as it was, also where a Ctrl-C comes while torch enters or leaves it.
+
+    It would be on from then on, or torch would take itself for being within it, and go on with casts of weights as they were.
+    """
+    cached, depth = torch.is_autocast_cache_enabled(), _depth()
+    states = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in device_types()]
+    try:
+        yield
+    except BaseException:
+        with deferred_interrupts():
+            for device_type, enabled, dtype in states:
+                torch.set_autocast_enabled(device_type, enabled)
+                torch.set_autocast_dtype(device_type, dtype)
+            torch.set_autocast_cache_enabled(cached)
+            for _ in range(_depth() - depth):
+                torch.autocast_decrement_nesting()
+            for _ in range(depth - _depth()):
+                torch.autocast_increment_nesting()
+            if not depth:
+                torch.clear_autocast_cache()
+        raise
+
+
+def _depth() -> int:
+    """Return in how many contexts of autocast this thread is, as torch counts them."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 # settings that choose kernels, and the default dtype, by what reads and what writes them; older torch lacks some

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,6 +51,27 @@ def before(outputs: Mapping[_Key, Any]) -> dict[_Key, tuple[_Key, ...]]:
 def sequence_nr() -> int:
     """Return the number that torch gives to the next operator of this thread that has a graph."""
     return torch._C._autograd._get_sequence_nr()
+
+
+class Beginning:
+    """A moment that nodes of a graph are older than, or not, by the number that torch gives them in their thread.
+
+    Nodes of another thread are counted apart: from the moment on that one is seen, none is told to be older.
+    """
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        self._here.is_same = True
+        self._number = sequence_nr()
+
+    def seen_here(self) -> None:
+        """Note that this thread makes nodes, or goes through them."""
+        if not hasattr(self._here, "is_same"):
+            self._number = 0
+
+    def is_after(self, node: Any) -> bool:
+        """Return whether a node is older."""
+        return bool(node._sequence_nr() < self._number)
 
 
 def reaches_before(tensors: Iterable[torch.Tensor], began: int) -> bool:

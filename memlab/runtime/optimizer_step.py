@@ -33,7 +33,7 @@ import torch
 
 from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
 from memlab.runtime.interrupts import Caller, deferred_interrupts
-from memlab.runtime.state_entries import Optimizer, Parameter, kept_of, restored, set_state
+from memlab.runtime.state_entries import Optimizer, Parameter, changing, kept_of, restored, set_state
 from memlab.runtime.state_layers import SMALL_ELEMENTS, at_home, pack_again, packed, unpacked
 
 if TYPE_CHECKING:  # techniques import this module
@@ -240,7 +240,7 @@ def run_step(
     with _announced(optimizer, filter(None, waiting), techniques) as announced:
         for bucket in announced:
             copy = None if getattr(stepper, "is_atomic", False) else protection(bucket)
-            with at_home(techniques, bucket, updates=True):
+            with at_home(techniques, bucket, updates=True), changing(optimizer):
                 with _updating(optimizer, bucket, techniques, copy):
                     stepper(bucket)
                 finished.update(bucket)
@@ -290,7 +290,7 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
     stepper = foreign or plain_stepper(optimizer)
     with _announced(optimizer, iter([list(parameters)]), techniques) as announced:
         for bucket in announced:
-            with at_home(techniques, bucket, updates=True):
+            with at_home(techniques, bucket, updates=True), changing(optimizer):
                 with _updating(optimizer, bucket, techniques, None):
                     stepper(bucket)
                 _close_all(optimizer, bucket, _layers_to_open(techniques))
@@ -390,7 +390,7 @@ def _opened(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[N
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with _announced(optimizer, iter([everything]), techniques) as announced:
         for bucket in announced:
-            with at_home(techniques, bucket, updates=True):
+            with at_home(techniques, bucket, updates=True), changing(optimizer):
                 with _updating(optimizer, bucket, techniques, None):
                     yield
                 _close_all(optimizer, bucket, _layers_to_open(techniques))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,15 @@ if TYPE_CHECKING:  # techniques import what imports this module
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
+# one for each optimizer, held while its state is packed, updated or put back: another thread may read an entry meanwhile
+_locks: MutableMapping[Optimizer, threading.RLock] = WeakIdKeyDictionary()
+_PATIENCE_SECONDS = 1.0  # a step that raised may hold it for good
+
+
+def changing(optimizer: Optimizer) -> threading.RLock:
+    """Return the lock of who changes an optimizer's state."""
+    return _locks.setdefault(optimizer, threading.RLock())
+
 
 class PackedState(dict[str, Any]):
     """State of one parameter under other names than its optimizer's, which answers to those names too.
@@ -39,6 +49,7 @@ class PackedState(dict[str, Any]):
         names: those of the user's own form.
         own_form: brings what is kept into that form; None while an update is under way.
         why: in words, where a name is gone.
+        lock: is held while state is changed.
 
     Example:
         >>> state = PackedState({"half": 2.0}, frozenset({"whole"}), lambda state: {"whole": 2 * state["half"]}, "")
@@ -49,13 +60,18 @@ class PackedState(dict[str, Any]):
         {'whole': 5.0}
     """
 
-    __slots__ = ("_names", "_own_form", "_why", "closed")
+    __slots__ = ("_lock", "_names", "_own_form", "_why", "closed")
 
     def __init__(
-        self, resident: State, names: frozenset[str], own_form: Callable[[State], State | None], why: str
+        self,
+        resident: State,
+        names: frozenset[str],
+        own_form: Callable[[State], State | None],
+        why: str,
+        lock: threading.RLock | None = None,
     ) -> None:
         super().__init__(resident)
-        self._names, self._own_form, self._why = names, own_form, why
+        self._names, self._own_form, self._why, self._lock = names, own_form, why, lock or threading.RLock()
         self.closed: PackedState | None = None  # the state as it was kept, once it has been put back
 
     def __contains__(self, name: object) -> bool:
@@ -81,7 +97,7 @@ class PackedState(dict[str, Any]):
 
     def around(self, resident: State) -> PackedState:
         """The same, of what a layer above makes of it."""
-        return PackedState(resident, self._names, self._own_form, self._why)
+        return PackedState(resident, self._names, self._own_form, self._why, self._lock)
 
     def _show(self, frame: FrameType) -> None:
         if self._names and self.closed is None and not is_own_code(frame):
@@ -90,12 +106,17 @@ class PackedState(dict[str, Any]):
     def _give_back(self, name: object) -> None:
         if self.closed is not None or name not in self._names:
             return
-        own = self._own_form(kept_of(self))
-        if own is not None:
-            with deferred_interrupts():
-                self.closed = self.around(kept_of(self))
-                dict.clear(self)
-                dict.update(self, own)
+        with deferred_interrupts():
+            is_alone = self._lock.acquire(timeout=_PATIENCE_SECONDS)
+            try:
+                own = self._own_form(kept_of(self)) if self.closed is None else None
+                if own is not None:
+                    self.closed = self.around(kept_of(self))
+                    dict.clear(self)
+                    dict.update(self, own)
+            finally:
+                if is_alone:
+                    self._lock.release()
 
 
 def _showing(name: str) -> Callable[..., Any]:

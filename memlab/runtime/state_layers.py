@@ -27,6 +27,7 @@ from memlab.runtime.state_entries import (
     Optimizer,
     PackedState,
     Parameter,
+    changing,
     followed_of,
     forget_dropped,
     held_of,
@@ -68,7 +69,7 @@ def shown(
         except torch.OutOfMemoryError:  # as there would not be without memlab: it is read as it is kept
             return None
 
-    return PackedState(resident, names, own_form, why)
+    return PackedState(resident, names, own_form, why, changing(optimizer))
 
 
 def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> None:
@@ -192,7 +193,7 @@ def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     layers = [technique for technique in techniques if technique.changes_state]
     held_of.pop(optimizer, None)  # in torch, too, entries are others once a state dict was loaded
     for parameter, state in held_states(optimizer):
-        with at_home(techniques, [parameter], updates=False):
+        with at_home(techniques, [parameter], updates=False), changing(optimizer):
             set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
         if layers and parameter in optimizer.state:
             _follow(optimizer, parameter, state)
@@ -209,14 +210,18 @@ def canonical_state_dict(
     if not any(technique.changes_state for technique in techniques):
         return state_dict
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    resident = state_dict["state"]
-    entries = _canonical_entries(
-        optimizer, resident, lambda key: everything[key] if type(key) is int else None, techniques
-    )
-    own = {key: _on_host(entry, resident[key]) for key, entry in entries}
-    for key, entry in own.items():
-        if type(key) is int and isinstance(entry, dict):
-            _follow(optimizer, everything[key], entry)
+
+    def parameter_of(key: Any) -> Any:
+        return everything[key] if type(key) is int else None
+
+    with changing(optimizer):
+        # another thread may have exchanged entries since torch gathered them
+        resident = {k: optimizer.state.get(parameter_of(k), entry) for k, entry in state_dict["state"].items()}
+        entries = _canonical_entries(optimizer, resident, parameter_of, techniques)
+        own = {key: _on_host(entry, resident[key]) for key, entry in entries}
+        for key, entry in own.items():
+            if type(key) is int and isinstance(entry, dict):
+                _follow(optimizer, everything[key], entry)
     return {**state_dict, "state": own}
 
 
@@ -340,7 +345,7 @@ def _exchange(
     before = held if exchanged is None else []
     try:
         for parameter, _ in held:
-            with at_home(in_force, [parameter], updates=False):
+            with at_home(in_force, [parameter], updates=False), changing(optimizer):
                 _exchange_one(optimizer, parameter, there, above)
             if exchanged is not None:
                 exchanged()

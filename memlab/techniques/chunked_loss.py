@@ -27,6 +27,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
+from memlab.runtime.autocast import autocast_as_before
 from memlab.runtime.callers import handed_over
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
@@ -384,7 +385,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         rows = _tile_rows(hidden.shape[0], weight.shape[0])
-        with torch.autocast(hidden.device.type, enabled=False):
+        with autocast_as_before(), torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], rows):
                 tile = slice(start, start + rows)
                 low_hidden = hidden[tile].to(dtype)

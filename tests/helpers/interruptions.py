@@ -178,24 +178,26 @@ class Untouched:
         loop.session.undo()
 
 
-def lines(loop: Loop) -> int:
+def lines(loop: Loop, file: str = "") -> int:
     """How many lines the steps take at which a Ctrl-C may come."""
-    with at_line(0) as reached:
+    with at_line(0, file) as reached:
         loop.run(_STEPS)
     return reached[0]
 
 
 @contextmanager
-def at_line(nth: int) -> Iterator[list[Any]]:
-    """Press Ctrl-C at the n-th line; yields how many there were, and where it was."""
+def at_line(nth: int, file: str = "") -> Iterator[list[Any]]:
+    """Press Ctrl-C at the n-th line, of those of a file if one is given; yields how many there were, and where it was."""
     reached: list[Any] = [0, ""]
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        # a `with` of torch's profiler whose line is traced on the way out is not left at all; no signal comes there
-        if file == _PROFILER or (not file.startswith((_MEMLAB, _TORCH)) and file != __file__):
+        here = frame.f_code.co_filename
+        # a `with` of torch's profiler whose line is traced on the way out is not left at all, and an expression that is not
+        # gone through to its end is closed where no error can arise; no signal comes there
+        if here == _PROFILER or (not here.startswith((_MEMLAB, _TORCH)) and here != __file__):
             return None
-        if event == "line" or (event == "return" and file.startswith(_MEMLAB)):
+        is_end = event == "return" and here.startswith(_MEMLAB) and frame.f_code.co_name != "<genexpr>"
+        if here.endswith(file) and (event == "line" or is_end):
             reached[0] += 1
             if reached[0] == nth:
                 reached[1] = _stack(frame)
@@ -225,12 +227,14 @@ def _stack(frame: FrameType | None) -> str:
     return " < ".join(names)
 
 
-def interrupted(plan: str, untouched: Untouched, nth: int, *, rescue: Rescue, zeroes: str) -> tuple[str, list[str]]:
+def interrupted(
+    plan: str, untouched: Untouched, nth: int, *, rescue: Rescue, zeroes: str, file: str = ""
+) -> tuple[str, list[str]]:
     """Interrupt a loop at a line; where that was, and what does not hold after it."""
     loop = Loop(plan, rescue=rescue, zeroes=zeroes)
     exact = zeroes == "first" and plan not in _DRAWS
     wrong: list[str] = []
-    with at_line(nth) as reached:
+    with at_line(nth, file) as reached:
         try:
             loop.run(_STEPS)
         except KeyboardInterrupt:
@@ -280,7 +284,8 @@ def _left_behind(loop: Loop | None) -> list[str]:
         "dispatch modes": _get_current_dispatch_mode_stack(),
         "hooks on saved tensors": hooks,
         "no grad": not torch.is_grad_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast": torch.is_autocast_enabled("cpu") or not torch.is_autocast_cache_enabled(),
+        "casts of weights": torch.autocast_increment_nesting() + torch.autocast_decrement_nesting() - 1,
         "inference mode": torch.is_inference_mode_enabled(),
         "handler": handler is not signal.default_int_handler and (loop is None or not isinstance(handler, Listener)),
     }
@@ -297,20 +302,27 @@ def _clean(loop: Loop) -> None:
     while torch._C._autograd._top_saved_tensors_default_hooks(False):
         torch._C._autograd._pop_saved_tensors_default_hooks()
     torch.set_grad_enabled(True)
+    while torch.autocast_increment_nesting() > 1:
+        torch.autocast_decrement_nesting()
+        torch.autocast_decrement_nesting()
+    torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
     with suppress(Exception):
         loop.session.undo()
 
 
-def campaign(plan: str, count: int, *, rescue: Rescue, zeroes: str, seed: int = 0) -> dict[str, tuple[str, list[str]]]:
+def campaign(
+    plan: str, count: int, *, rescue: Rescue, zeroes: str, seed: int = 0, file: str = ""
+) -> dict[str, tuple[str, list[str]]]:
     """Interrupt a loop so often, at lines drawn at random; where something did not hold, and what."""
     untouched = Untouched(plan, rescue=rescue, zeroes=zeroes)
     loop = Loop(plan, rescue=rescue, zeroes=zeroes)
-    total = lines(loop)
+    total = lines(loop, file)
     loop.session.undo()
     drawn = random.Random(f"{seed} {plan}")
     failed = {}
     for nth in sorted(drawn.sample(range(1, total + 1), min(count, total))):
-        where, wrong = interrupted(plan, untouched, nth, rescue=rescue, zeroes=zeroes)
+        where, wrong = interrupted(plan, untouched, nth, rescue=rescue, zeroes=zeroes, file=file)
         if wrong:
             failed[f"{nth}/{total}"] = (where, wrong)
     return failed

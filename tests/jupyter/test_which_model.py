@@ -344,7 +344,9 @@ def test_a_stale_optimizer_is_named_and_the_cell_runs(shell: Any, cell: Cell) ->
         ran = cell(f"%%memfit {flags}\n{LOOP}")
         assert ran.error is None, ran.err
         in_force = flags or "as written"  # and no row, which later ones would be compared with
-        no_row = f"memfit: nothing of Sequential was updated in this cell, so it has no row; {in_force} is in force on it"
+        no_row = (
+            f"memfit: nothing of Sequential was updated in this cell, so it has no row; {in_force} is in force on it"
+        )
         assert ran.out.splitlines() == [said, no_row]
     assert len(shell.user_ns["losses"]) == 6
     # an image that is optimized is no parameter of a model, and no mistake

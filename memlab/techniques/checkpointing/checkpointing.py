@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
+from memlab.runtime.autocast import autocast_as_before
+from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop, why_as_written
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.modules import CacheOff, cache_off, refuse_kept_weights, repeated_blocks
@@ -151,6 +153,7 @@ class Checkpointing(Technique):
         if self.plan.checkpointing.budget_bytes is not None:
             self._budget = Budget(self.plan.checkpointing.budget_bytes, workload.name)
             undo.callback(setattr, self, "_budget", None)
+        around_backward_passes(self._around_backward, undo)
         blocks = main_blocks(model)
         self._of_blocks = bool(blocks)
         self._is_settled = False
@@ -159,6 +162,9 @@ class Checkpointing(Technique):
         parts = [segments.part_of(block, None, names) for block in blocks] or segments.first_parts(model)
         undo.callback(self._take_off)
         self._put_on(parts)
+
+    def _around_backward(self, _roots: Sequence[Any], _inputs: Sequence[Any] | None) -> AbstractContextManager[None]:
+        return autocast_as_before()
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         model = self._model()

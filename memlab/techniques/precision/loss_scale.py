@@ -32,7 +32,7 @@ from torch import nn
 
 from memlab.errors import RefusalError
 from memlab.runtime.backward import around_backward_passes
-from memlab.runtime.graphs import are_batched, sequence_nr
+from memlab.runtime.graphs import Beginning, are_batched
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.lifetimes import called_while_alive
 from memlab.runtime.stand_ins import is_ours
@@ -50,7 +50,7 @@ class LossScale:
         # factor by which gradients are multiplied on entering the backward pass; a power of two
         self.scale = FIRST_SCALE
         self._is_unscaled = False  # whether gradients of the backward pass under way are not scaled
-        self._began = 0  # number of the first operator with a graph under the plan
+        self._began = Beginning()
         self._is_off: bool | None = None  # whether the loop sees to its precision itself; known from the first call on
         self._good_steps = 0
         self._sums: list[torch.Tensor] = []
@@ -75,7 +75,7 @@ class LossScale:
         undo.callback(self._sums.clear)
         self._all = [weakref.ref(parameter) for parameter in workload.model.parameters()]
         undo.callback(self._unwatch)
-        self._is_unscaled, self._began = False, sequence_nr()
+        self._is_unscaled, self._began = False, Beginning()
         self._watch_parameters()
         around_backward_passes(self._scaled_past_calls, undo)
 
@@ -108,6 +108,7 @@ class LossScale:
         Raises:
             RefusalError: it does so for some calls and not for others, whose gradients could not be told apart.
         """
+        self._began.seen_here()
         self._watch_parameters()
         if self._is_off is None:
             self._is_off = is_own
@@ -303,12 +304,12 @@ def _places(node: Any, leaves: Collection[int]) -> frozenset[int]:
     )
 
 
-def _walk(roots: Sequence[Any], began: int) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
+def _walk(roots: Sequence[Any], began: Beginning) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
     """Walk a graph.
 
     Args:
         roots: where to begin.
-        began: number of the first operator that may belong to a call.
+        began: when calls began to be scaled.
 
     Returns:
         Nodes outside of calls, memlab's own functions, which stand around calls, nodes inside of calls, and leaves that these
@@ -332,7 +333,7 @@ def _walk(roots: Sequence[Any], began: int) -> tuple[_Nodes, _Nodes, _Nodes, dic
         if function is _ScaledGradient:
             calls[id(node)] = node
             is_inside = not node.enters
-        elif function is not None and is_ours(function) and not is_inside and node._sequence_nr() >= began:
+        elif function is not None and is_ours(function) and not (is_inside or began.is_after(node)):
             calls[id(node)] = node
         else:
             met[id(node)] = node

@@ -34,7 +34,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.callers import is_in_hook
-from memlab.runtime.graphs import nodes_of, sequence_nr
+from memlab.runtime.graphs import Beginning, nodes_of
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
@@ -94,7 +94,7 @@ class PureBf16:
         self._given: dict[int, _Given] = {}  # by id of the weight
         self._is_refused = False  # a call is, because of these
         self._is_over = False
-        self._began: int | None = sequence_nr()  # number of the first operator with a graph; None once a step has ended
+        self._began: Beginning | None = Beginning()  # None once a step has ended
         around_backward_passes(self._refuse_older, undo)
         undo.callback(self._give_gradients_back)
         for tensor in split:
@@ -123,6 +123,8 @@ class PureBf16:
     def run(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the model, or of a part, in bf16."""
         _require_in_force(self)
+        if self._began is not None:
+            self._began.seen_here()
         with Lent(as_bf16, as_fp32) as lent:
             args, kwargs = lent.lend((args, dict(kwargs)))
             plain = [leaf for leaf in tensors_in((args, kwargs)) if not leaf.requires_grad]
@@ -153,7 +155,9 @@ class PureBf16:
     def _refuse_older(self, roots: Sequence[Any], _inputs: Sequence[Any] | None) -> Iterator[None]:
         """Refuse, before it begins, a backward pass of what was computed with weights that were whole."""
         began = self._began
-        older = () if began is None else (node for node in nodes_of(roots) if node._sequence_nr() < began)
+        if began is not None:
+            began.seen_here()
+        older = () if began is None else filter(began.is_after, nodes_of(roots))
         ends = (getattr(following, "variable", None) for node in older for following, _ in node.next_functions)
         if any(end in self._masters for end in ends):
             raise RefusalError(

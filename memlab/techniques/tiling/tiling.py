@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
-from memlab.runtime.autocast import CallSettings, without_cached_casts
+from memlab.runtime.autocast import CallSettings, autocast_as_before, without_cached_casts
+from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.model_state import State, Written
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.stand_ins import method_of, stand_in
@@ -117,12 +118,16 @@ class Tiling(Technique):
         )
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
+        around_backward_passes(self._around_backward, undo)
         self._unlooked = self._parts(workload.model)
         blocks = repeated_blocks(workload.model)
         for part in self._unlooked:
             stand_in(part.owner, part.method, self._over_rows(part, _block_around(part, blocks)), undo)
         for linear in self._layers(workload.model):
             stand_in(linear.module, "forward", self._over_features(linear), undo)
+
+    def _around_backward(self, _roots: Sequence[Any], _inputs: Sequence[Any] | None) -> AbstractContextManager[None]:
+        return autocast_as_before()
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # beforehand: within the call a selective checkpoint would take what is looked at for a part of the model
@@ -254,7 +259,7 @@ class TiledLinear(torch.autograd.Function):
         dtype, tiles = inputs.dtype, min(tiles, len(weight))
         rows = inputs.reshape(-1, inputs.shape[-1])  # [n, i]
         output = rows.new_empty(len(rows), len(weight))  # [n, o]
-        with torch.autocast(inputs.device.type, enabled=False):
+        with autocast_as_before(), torch.autocast(inputs.device.type, enabled=False):
             for start, stop in row_ranges(len(weight), tiles):
                 low_bias = None if bias is None else bias[start:stop].to(dtype)
                 output[:, start:stop] = F.linear(rows, weight[start:stop].to(dtype), low_bias)
