@@ -40,6 +40,7 @@ from memlab.rescue.differentiation import ASKING, DIFFERENTIATING, Called, Diffe
 from memlab.rescue.guard import before_others, is_guarded
 from memlab.runtime import graphs
 from memlab.runtime.callers import handed_over
+from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_mode import UncompiledMode
 from memlab.runtime.model_state import State, Written
@@ -196,7 +197,8 @@ class LoopCode(UncompiledMode):
                 return tensor
             return held
 
-        with torch.autograd.graph.saved_tensors_hooks(hold, _unpack):
+        # a Ctrl-C in torch's own lines would leave the hooks in force
+        with deferred_interrupts(), torch.autograd.graph.saved_tensors_hooks(hold, _unpack), interruptible():
             result = func(*args, **kwargs)
         if saved.held:
             # the arguments as well: functions that write into them give them other nodes
