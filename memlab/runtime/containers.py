@@ -232,7 +232,8 @@ class ParameterAttributes(_Tables):
             for name, parameter in parameters.items()
             if parameter is not None and (attributes := vars(parameter)) and "ds_id" not in attributes  # an engine's
             for key, value in attributes.items()
-            if not key.startswith("_dynamo_")  # torch's compiler notes there what it has seen
+            # torch's compiler notes there what it has seen, and a plan how copies and pickles are made
+            if not key.startswith(("_dynamo_", "__"))
         }
 
     def table(self, *place: str) -> dict[str, Any]:
