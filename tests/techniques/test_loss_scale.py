@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -179,3 +180,37 @@ def test_a_part_that_is_unfrozen_under_the_plan() -> None:
             model(rows).square().mean().backward()
             found.append(gradients(model))
     assert distance(found[1], found[0]) < 1e-2
+
+
+@pytest.mark.parametrize("flags", ["--fp16", "--fp16 --accumulate 2"])
+def test_two_models_each_with_a_plan(flags: str) -> None:
+    """What one scales is not divided by the other."""
+    torch.manual_seed(0)
+    models, rows = [_Tower(), _Tower()], torch.randn(16, 8)
+    with ExitStack() as plans:
+        found = []
+        for plan in ("", flags):
+            for model in models:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                plans.enter_context(fit(Workload(model, optimizer), plan))
+            for model in models:
+                model(rows).square().mean().backward()
+                found.append(gradients(model))
+            models[0](models[1](rows).repeat(1, 4)).square().mean().backward()
+            found += map(gradients, models)
+            plans.close()
+    half = len(found) // 2
+    assert all(distance(one, other) < 1e-2 for one, other in zip(found[half:], found[:half], strict=True))
+
+
+def test_a_loss_of_an_earlier_plan() -> None:
+    torch.manual_seed(0)
+    model, rows = _Tower(), torch.randn(16, 8)
+    workload = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(rows).square().mean().backward()
+    expected = gradients(model)
+    with fit(workload, "--fp16"):
+        loss = model(rows).square().mean()
+    with fit(workload, "--fp16"):
+        loss.backward()
+    assert distance(gradients(model), expected) < 1e-2

@@ -165,7 +165,7 @@ class LossScale:
             if within is None:
                 self._look_at_update_by_hand(())
             return
-        past, calls, inside, leaves = _walk([*map(_node_of, roots)], self._began)
+        past, calls, inside, leaves = _walk([*map(_node_of, roots)], self, self._began)
         own = [each for ref in self._parameters.values() if (each := ref()) is not None]
         # a leaf that stands in for a parameter shares its attributes, and its gradient goes on to it
         known = {id(vars(each)) for each in own}
@@ -304,11 +304,14 @@ def _places(node: Any, leaves: Collection[int]) -> frozenset[int]:
     )
 
 
-def _walk(roots: Sequence[Any], began: Beginning) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
+def _walk(
+    roots: Sequence[Any], scale: LossScale, began: Beginning
+) -> tuple[_Nodes, _Nodes, _Nodes, dict[int, torch.Tensor]]:
     """Walk a graph.
 
     Args:
         roots: where to begin.
+        scale: whose calls are meant; those of another model have a scale of their own, and so have those of an earlier plan.
         began: when calls began to be scaled.
 
     Returns:
@@ -330,7 +333,7 @@ def _walk(roots: Sequence[Any], began: Beginning) -> tuple[_Nodes, _Nodes, _Node
                 leaves[id(leaf)] = leaf
             continue
         function = getattr(type(node), "_forward_cls", None)
-        if function is _ScaledGradient:
+        if function is _ScaledGradient and node.scale is scale:
             calls[id(node)] = node
             is_inside = not node.enters
         elif function is not None and is_ours(function) and not (is_inside or began.is_after(node)):
