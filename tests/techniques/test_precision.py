@@ -6,7 +6,7 @@ import copy
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -1283,6 +1283,47 @@ def test_weights_that_optimizers_keep_and_write_are_in_fp32() -> None:
     assert distance(list(model.parameters()), list(plain.parameters())) < 1e-2
 
 
+class Dropping(torch.optim.Adam):
+    """Drops gradients in its step, or changes them, or raises before it has, once."""
+
+    calls = 0
+    how = "dropped"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for p in self.param_groups[0]["params"]:
+            if self.how == "written to":
+                p.grad.data.mul_(0.5)
+            elif self.how == "replaced":
+                p.grad = p.grad * 0.5
+        if self.how == "kept by an error" and self.calls == 2:
+            raise ArithmeticError
+        super().step(closure)
+        if self.how in ("dropped", "zeroed"):
+            self.zero_grad(set_to_none=self.how == "dropped")
+
+
+@pytest.mark.parametrize("how", ["dropped", "zeroed", "written to", "replaced", "kept by an error"])
+def test_gradients_are_after_a_step_what_it_has_made_of_them(how: str) -> None:
+    expected: list[float] = []
+    found: list[float] = []
+    for plan, seen in (("", expected), ("--precision pure-bf16", found)):
+        torch.manual_seed(0)
+        model, batch = Regressor().layers, regression_batch(8)
+        optimizer = Dropping(model.parameters(), lr=0.01)
+        optimizer.how = how
+        with fit(Workload(model, optimizer), plan):
+            for step in range(4):
+                model(batch[0]).square().mean().backward()
+                with pytest.raises(ArithmeticError) if "error" in how and step == 1 else nullcontext():
+                    optimizer.step()
+                if "error" in how:
+                    optimizer.zero_grad()
+                seen += [0.0 if p.grad is None else float(p.grad.norm()) for p in model.parameters()]
+        seen += [float(p.detach().norm()) for p in model.parameters()]
+    assert found == pytest.approx(expected, rel=0.05, abs=1e-3)
+
+
 class WithAverage(torch.optim.Optimizer):
     """Keeps an average of the weights among its state, and swaps it in between steps."""
 
@@ -1328,7 +1369,7 @@ def test_a_layer_that_is_new_in_the_middle_of_training_trains_in_fp32() -> None:
 
 
 def test_a_plan_on_trial_that_goes_leaves_no_method_behind() -> None:
-    """What is put back of a module for the call to be done again is not what stood in for its methods."""
+    """What is put back of modules and weights for the call to be done again is not what stood in for their methods."""
     model, batch = Regressor().layers, regression_batch(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fit(Workload(model, optimizer), "") as session:
@@ -1344,6 +1385,7 @@ def test_a_plan_on_trial_that_goes_leaves_no_method_behind() -> None:
         )
         assert session.plan.label == "as written"
     assert not any("_apply" in vars(part) or "_save_to_state_dict" in vars(part) for part in model.modules())
+    assert [vars(weight) for weight in model.parameters()] == [{}] * len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])

@@ -150,23 +150,27 @@ class Masters:
 
     @contextmanager
     def in_place(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context in which tensors are their masters, with gradients in fp32; what is written there stays."""
+        """Context in which tensors are their masters, with gradients in fp32; what is written or dropped there stays so."""
         split = [tensor for tensor in tensors if tensor in self]
         gradients = [tensor.grad for tensor in split]
         # written to again: new ones at every step would end up in ever other places, and break up the allocator's segments
         before = {id(tensor): (tensor.data, self._rest[id(tensor)]) for tensor in split if self._belongs(tensor)}
         storages = {}
+        shown: dict[int, torch.Tensor | None] = {}  # gradients in fp32
         try:
             with _for_training():
                 for tensor, gradient in zip(split, gradients, strict=True):
                     tensor.grad = None
                     tensor.data = self._joined(tensor)
                     storages[id(tensor)] = tensor.untyped_storage()._cdata
-                    tensor.grad = None if gradient is None else gradient.float()
+                    tensor.grad = shown[id(tensor)] = None if gradient is None else gradient.float()
             yield
         finally:
             with _for_training():
                 joined = [tensor for tensor in split if tensor.dtype is torch.float32]
+                for at, tensor in enumerate(split):
+                    if id(tensor) in shown:
+                        gradients[at] = _gradient_after(tensor, gradients[at], shown.pop(id(tensor)))
                 # all gradients first: what they give free is what splitting needs
                 for tensor in joined:
                     tensor.grad = None
@@ -210,6 +214,19 @@ class Masters:
             halves = _halves(master, high, low)
         tensor.data = halves[0]
         self._rest[id(tensor)] = master if is_shared(master) else halves[1]
+
+
+def _gradient_after(
+    tensor: torch.Tensor, before: torch.Tensor | None, shown: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The gradient that a tensor has after an update of the user's own, which may drop it, write to it or put another in its place."""
+    now = tensor.grad
+    if now is None or before is None or now is not shown or now.device != before.device or before.is_inference():
+        return None if now is None else now.to(torch.bfloat16)
+    if now is not before and now.layout is torch.strided:
+        # its counter, which was 0, does not tell of what was written through `.data`, and that of `before` tells of no more
+        (before if now._version else before.data).copy_(now)
+    return before
 
 
 @contextmanager
