@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
 
 from memlab import Workload, fit
 from memlab.errors import RefusalError
 from memlab.measuring.holdings import parameters_of
 from memlab.measuring.ledger import Ledger
+from memlab.techniques import checkpointing
 
 
 class Block(nn.Module):
@@ -140,6 +143,19 @@ def test_evaluation_runs_the_code_that_is_there() -> None:
     with fit(Workload(model, optimizer), "--checkpoint"), torch.no_grad():
         assert torch.equal(model(torch.ones(4, 16)), expected)
     assert compiled_graphs() == before
+
+
+def test_code_that_an_earlier_process_has_left_on_the_disk_is_split_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh_cache(), inductor.patch(compile_threads=1):
+        for _ in range(2):
+            torch._dynamo.reset()
+            monkeypatch.setattr(checkpointing.compiled, "_compilers", [])  # as a new process begins
+            # products alone, which are not compiled by C++
+            model: Any = torch.compile(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))))
+            optimizer = torch.optim.SGD(model.parameters())
+            with fit(Workload(model, optimizer), "--checkpoint"):
+                model(torch.ones(4, 8)).sum().backward()
+                optimizer.step()
 
 
 @pytest.mark.parametrize(
