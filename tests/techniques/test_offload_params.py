@@ -502,6 +502,27 @@ def test_an_interrupted_forward_leaves_everything_at_rest() -> None:
     assert distance(found, gradients(model)) == 0
 
 
+@pytest.mark.parametrize("flags", ["--offload params", "--checkpoint --offload params"])
+def test_a_ctrl_c_in_a_micro_batch_that_the_backward_pass_runs(flags: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(3)))
+    load = workload(model)
+    first, rows = model[0][1], torch.randn(4, 32)
+    before = Snapshot(load)
+
+    def interrupted(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            handle.remove()
+            raise KeyboardInterrupt
+
+    with fit(load, f"--accumulate 2 {flags}"):
+        handle = first.register_forward_pre_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(rows).square().mean().backward()
+        model.zero_grad()
+    assert changed_between(before, Snapshot(load)) == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_copies_and_pickles_of_the_model_are_plain() -> None:
     model = deep()
     with fit(workload(model), "--offload params"):

@@ -308,6 +308,16 @@ class BlockStreaming:
         with deferred_interrupts():
             self.end(block)
 
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Context of a call of the model: at its end no block is left that it has begun, also where a backward pass makes the call."""
+        begun = len(self._open)
+        try:
+            yield
+        finally:
+            while len(self._open) > begun:  # a Ctrl-C passes hooks by
+                self._open.pop()[1].close()
+
     def pass_ended(self) -> None:
         """A forward or backward pass is over: nothing is on its way, and what is at rest may be read and written."""
         while self._open and torch._C._current_graph_task_id() == -1:  # a Ctrl-C passes hooks by

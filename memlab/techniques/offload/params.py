@@ -238,7 +238,8 @@ class OffloadParams(Offload):
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Any) -> Any:
         self._leave_broken_pass()
         try:
-            return call(*args, **kwargs)
+            with self._streaming.call():
+                return call(*args, **kwargs)
         finally:
             self._streaming.pass_ended()
 
