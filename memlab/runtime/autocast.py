@@ -34,12 +34,19 @@ def without_autocast() -> Iterator[None]:
 
 @contextmanager
 def without_cached_casts(device_type: str) -> Iterator[None]:
-    """Keep no casts of weights beyond the operators that need them, should there be autocast."""
+    """Keep no casts of weights beyond the operators that need them, should there be autocast.
+
+    Nothing else is set: after a Ctrl-C this may be left later than an autocast around it.
+    """
     if not torch.is_autocast_enabled(device_type):
         yield
         return
-    with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False):
+    are_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
         yield
+    finally:
+        torch.set_autocast_cache_enabled(are_cached)
 
 
 @contextmanager

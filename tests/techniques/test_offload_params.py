@@ -482,24 +482,27 @@ def test_nothing_is_left_behind() -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_an_interrupted_forward_leaves_everything_at_rest() -> None:
+@pytest.mark.parametrize("flags", ["--offload params", "--offload params --bf16"])
+def test_an_interrupted_forward_leaves_everything_at_rest(flags: str) -> None:
     model = deep()
     load = workload(model)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with fit(load, "--offload params"):
+    with fit(load, flags):
         resting = len(streamed(model))
         handle = model.transformer.h[3].mlp.register_forward_pre_hook(interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(**batch())
         handle.remove()
         assert len(streamed(model)) == resting
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled()
         model(**batch()).loss.backward()
     found = gradients(model)
     model(**batch()).loss.backward()
-    assert distance(found, gradients(model)) == 0
+    assert distance(found, gradients(model)) < (3e-2 if "bf16" in flags else 1e-12)
 
 
 @pytest.mark.parametrize("flags", ["--offload params", "--checkpoint --offload params"])
