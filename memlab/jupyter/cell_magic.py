@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -102,10 +102,10 @@ class CellMagic:
             asked.plan,
             asked.capacity_bytes,
             None if asked.quiet else Progress(line, self._notebook.panels.any_open),
-            None if asked.budget_bytes is None else prediction.choice(asked, self._history_of, Saying(line)),
+            None if asked.budget_bytes is None else prediction.choice(asked, self._history_of, self._variables, Saying(line)),
             self._rescue(asked, line) if asked.rescue else None,
             self._notebook.control_of,
-            lambda: self._notebook.shell.user_ns,
+            self._variables,
         )
         try:
             self._run_watched(watch, asked, source, place, line)
@@ -113,6 +113,9 @@ class CellMagic:
         finally:
             # IPython keeps the error that ends a cell, and with it the variables of this function
             watch.forget()
+
+    def _variables(self) -> Mapping[str, Any]:
+        return self._notebook.shell.user_ns
 
     def _with_defaults(self, options: CellOptions) -> CellOptions:
         """The options of a cell that trains, with what is configured in place of what its line does not say."""

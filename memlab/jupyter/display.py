@@ -21,7 +21,7 @@ from memlab.records import Measurement, Prediction, speed_of
 from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import HowMany, PredictedRanks
-from memlab.report import ablation, image, pareto, pareto_image, showing, tables, text, timeline_image
+from memlab.report import ablation, image, pareto, pareto_image, ranks, showing, tables, text, timeline_image
 from memlab.report.pareto import Chart
 from memlab.report.table import Table
 
@@ -121,6 +121,7 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     PredictedPlans: lambda predicted_plans: predicted_plans.sentence,
     FoundPlan: tables.found_sentence,
     Ablation: ablation.sentence,
+    PredictedRanks: ranks.sentence,
 }
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memlab.errors import MemlabError, PlanError, TraceError, WorkloadError
+from memlab.jupyter.cell_records import tell_apart
 from memlab.jupyter.display import PredictedPlans
 from memlab.jupyter.history import History
 from memlab.jupyter.parser import CellOptions, PredictOptions
@@ -241,7 +242,10 @@ def _without_device(workloads: Sequence[Workload]) -> str:
 
 
 def choice(
-    options: CellOptions, history_of: Callable[[Workload], History], say: Say
+    options: CellOptions,
+    history_of: Callable[[Workload], History],
+    variables: Callable[[], Mapping[str, Any]],  # those of the notebook
+    say: Say,
 ) -> Callable[[Sequence[Workload]], Plan]:
     """Return what chooses the plan of a cell for its budget, once its model and batch are known.
 
@@ -253,7 +257,7 @@ def choice(
         from memlab.search import choose_plan
 
         history = history_of(workloads[0])
-        workloads = _whole_loop(workloads, history, history_of)
+        workloads = _whole_loop(workloads, history, history_of, variables)
         is_recorded = tape_of(workloads) is not None
         key = (budget_bytes, fixed, options.lossless, is_recorded, *(Batch.of(each.batch).shapes for each in workloads))
         if key not in history.chosen:
@@ -275,7 +279,10 @@ def choice(
 
 
 def _whole_loop(
-    workloads: Sequence[Workload], history: History, history_of: Callable[[Workload], History]
+    workloads: Sequence[Workload],
+    history: History,
+    history_of: Callable[[Workload], History],
+    variables: Callable[[], Mapping[str, Any]],
 ) -> Sequence[Workload]:
     """Return all models of a loop of which a step on such batches was recorded in an earlier cell, and the workloads elsewhere."""
     tape, first = history.tape, workloads[0]
@@ -283,7 +290,7 @@ def _whole_loop(
         return workloads
     if Batch.of(first.batch).shapes != history.batch.shapes:
         return workloads
-    found = []
+    found: list[Workload] = []
     for model in [model() for model in tape.models]:
         live = next((each for each in workloads if each.model is model), None)
         if live is None and model is not None:
@@ -291,6 +298,7 @@ def _whole_loop(
             live.batch = history_of(live).batch
         if live is None or live.batch is None:
             return workloads
+        tell_apart(live, found, variables)
         live.tape = tape
         found.append(live)
     return found

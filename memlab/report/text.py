@@ -136,7 +136,8 @@ def breakdown(profile: Profile) -> str:
 def summary(comparison: Comparison) -> str:
     """One sentence for status lines, screen readers and the alternative text of pictures."""
     first, *others = comparison.rows
-    count = f"{len(comparison.rows)} setting{'s' if others else ''} measured: "
+    kind = "row" if comparison.are_ranks else "setting"
+    count = f"{len(comparison.rows)} {kind}{'s' if others else ''} measured: "
     peaks = "peaks at" if first.measurement.fits else "needs more than"
     sentence = f"{count}{first.measurement.plan} {peaks} {format_bytes(first.measurement.peak_allocated_bytes)}"
     others = [row for row in others if row.measurement.fits]
@@ -146,7 +147,8 @@ def summary(comparison: Comparison) -> str:
     less = f" ({format_change(least.memory_ratio)})" if math.isfinite(least.memory_ratio) else ""
     memory = f"{format_bytes(least.measurement.peak_allocated_bytes)}{less}"
     speed = f" at {format_change(least.speed_ratio)} samples per second" if math.isfinite(least.speed_ratio) else ""
-    return f"{sentence}; {least.measurement.plan} is the lowest of the others with {memory}{speed}."
+    takes = "is the lowest of the others with" if len(comparison.rows) > 2 else "takes"
+    return f"{sentence}; {least.measurement.plan} {takes} {memory}{speed}."
 
 
 def _note_lines(note: str) -> list[str]:

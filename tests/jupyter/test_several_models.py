@@ -264,3 +264,12 @@ def test_another_form_of_a_model_is_no_further_model(shell: Any, cell: Cell) -> 
     assert ran.error is None
     assert "ParametrizationList" not in ran.out
     assert len(sessions()) == 1
+
+
+def test_a_budget_that_nothing_fits_into_names_the_models_as_the_receipt_does(shell: Any, cell: Cell) -> None:
+    cell(SETUP + GAN)
+    cell(f"%%memfit\n{GAN_LOOP}")
+    title = shell.run_line_magic("memfit", "report").title
+    assert " · G 280 + D 161 · " in title
+    refused = cell(f"%%memfit --budget 1KiB\n{GAN_LOOP}")
+    assert "nothing fits into 1.0 KiB for G 280 + D 161 · AdamW + AdamW · cpu: the smallest of " in refused.err

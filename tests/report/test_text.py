@@ -134,9 +134,18 @@ def test_what_ran_out_of_memory_is_no_saving() -> None:
 
 
 def test_one_sentence_names_the_lowest() -> None:
-    assert text.summary(samples.comparison()) == (
+    comparison = samples.comparison()
+    assert text.summary(comparison) == (
         "4 settings measured: as written peaks at 10.89 GiB; --accumulate 4 --checkpoint is the lowest of the others "
         "with 3.35 GiB (−69 %) at −25 % samples per second."
+    )
+    two = (comparison.measurements[0], comparison.measurements[-1])
+    assert text.summary(replace(comparison, measurements=two)) == (
+        f"2 settings measured: as written peaks at 10.89 GiB; {two[1].plan} takes 10.99 GiB (+1 %) at −16 % samples per second."
+    )
+    ranks = tuple(replace(each, plan=f"rank {rank}") for rank, each in enumerate(two))
+    assert text.summary(replace(comparison, measurements=ranks, are_ranks=True)) == (
+        "2 rows measured: rank 0 peaks at 10.89 GiB; rank 1 takes 10.99 GiB."
     )
 
 
