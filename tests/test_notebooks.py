@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("ipykernel", reason="needs ipykernel")
 
 _ROOT = Path(__file__).parents[1]
 _MOST_BYTES = 2**20
+_LEAST_WORDS = 20  # characters of an alternative text
 _SINGLE = ("--accumulate 4", "--checkpoint", "--bf16", "--adam8bit", "--offload activations")
 _TOGETHER = "--accumulate 4 --checkpoint --bf16 --adam8bit --offload activations,optimizer"
 _LOSSES = "import json; print(json.dumps([expected, losses, kept_whole]))"
@@ -43,6 +45,23 @@ class TestCommitted:
         assert all("text/plain" in data for data in pictures)
         assert any("text/html" in data for data in bundles)
         assert not any(kind.startswith("application/vnd.jupyter.widget") for data in bundles for kind in data)
+
+    def test_every_picture_says_in_words_what_it_shows(self, source: Path) -> None:
+        committed = nbformat.read(NOTEBOOKS / f"{source.stem}.ipynb", as_version=4)
+        outputs = [o for c in committed.cells if c.cell_type == "code" for o in c.outputs if "data" in o]
+        for output in outputs:
+            shown = output.data.get("text/html", "")
+            for picture in re.findall(r"<img [^>]*>", shown):
+                assert len(re.findall(r'alt="([^"]*)"', picture)[0]) >= _LEAST_WORDS, picture[:80]
+            for kind in output.data:
+                if kind.startswith("image/"):
+                    assert len(output.metadata.get(kind, {}).get("alt", "")) >= _LEAST_WORDS, output.data["text/plain"]
+            # what matplotlib shows by itself has none
+            assert "<Figure size" not in output.data["text/plain"]
+        # nor have pictures in text, unless it is given
+        for cell in committed.cells:
+            if cell.cell_type == "markdown":
+                assert not re.search(r"!\[\s*\]\(|<img (?![^>]*alt=\"[^\"])", cell.source)
 
     def test_shows_no_path_of_the_machine_it_ran_on(self, source: Path) -> None:
         text = (NOTEBOOKS / f"{source.stem}.ipynb").read_text(encoding="utf-8")

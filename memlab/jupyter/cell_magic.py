@@ -102,7 +102,9 @@ class CellMagic:
             asked.plan,
             asked.capacity_bytes,
             None if asked.quiet else Progress(line, self._notebook.panels.any_open),
-            None if asked.budget_bytes is None else prediction.choice(asked, self._history_of, self._variables, Saying(line)),
+            None
+            if asked.budget_bytes is None
+            else prediction.choice(asked, self._history_of, self._variables, Saying(line)),
             self._rescue(asked, line) if asked.rescue else None,
             self._notebook.control_of,
             self._variables,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -143,7 +144,7 @@ WORDS = (
 _CELL_EXAMPLES = """\
 Examples:
     %%memfit
-    train()                                      # changes nothing: measures
+    train()  # changes nothing: measures
 
     %%memfit --accumulate 4 --checkpoint
     train()
@@ -151,40 +152,52 @@ Examples:
     %%memfit --fp16 --adam8bit --capacity 8GiB
     trainer.train()
 
-    %%memfit --keep precision,optimizer          # when memory runs out: nothing that changes numerics
-    train()
+    %%memfit --keep precision,optimizer
+    train()  # when memory runs out, nothing that changes numerics
 
-    %%memfit --budget 8GiB                       # the fastest plan predicted to fit into 8 GiB
-    train()
+    %%memfit --budget 8GiB
+    train()  # under the fastest plan predicted to fit into 8 GiB
 
-    %%memfit --background                        # other cells can run meanwhile: %memfit wait, %memfit cancel
-    train()
+    %%memfit --budget 8GiB --bf16 --lossless
+    train()  # bf16 for certain; the rest is chosen, gradients stay exact
 
-    %%memfit --nproc 2 --scale zero3             # in two processes under DeepSpeed; everything comes back
-    train()
+    %%memfit --background
+    train()  # other cells can run meanwhile: %memfit wait, %memfit cancel
 
-    %%memfit --inference --bf16 --budget 8GiB    # a cell that only generates: speed, KV cache, rows that fit
-    output = model.generate(**prompts)
+    %%memfit --nproc 2 --scale zero3
+    train()  # in two processes under DeepSpeed; everything comes back
 
-    %%memfit --budget 8GiB --bf16 --lossless     # bf16 for certain; the rest is chosen, gradients stay exact
-    train()
+    %%memfit --inference --bf16 --budget 8GiB
+    output = model.generate(**prompts)  # speed, KV cache, rows that fit
 """
 
-_LINE_EXAMPLES = """\
-Examples:
-    %memfit                                      # what is in force, what it needs
-    %memfit --accumulate 8                       # another plan, now
-    %memfit predict --budget 8GiB                # which plans fit, before any is applied
-    %memfit predict --accumulate 4 --device T4   # one plan, on another GPU
-    p = %memfit predict --plans "--fp16" "--bf16 --checkpoint"
-    found = %memfit find --budget 8GiB           # the fastest plan that fits, run and measured
-    a = %memfit ablation --budget 8GiB           # what each technique gives, added one after another until it fits
-    %memfit ablation --plans "--bf16" "--checkpoint" "--adam8bit"
-    c = %memfit compare "--accumulate 4" "--checkpoint"
-    %memfit snapshot step.pickle --predicted --accumulate 4
-    %memfit export trainer
-    %memfit undo
-"""
+_LINE_EXAMPLES = (
+    ("%memfit", "what is in force, what it needs"),
+    ("%memfit --accumulate 8", "another plan, now"),
+    ("%memfit predict --budget 8GiB", "which plans fit, before any is applied"),
+    ("%memfit predict --accumulate 4 --device T4", "one plan, on another GPU"),
+    ('p = %memfit predict --plans "--fp16" "--bf16 --checkpoint"', "these two"),
+    ("found = %memfit find --budget 8GiB", "the fastest plan that fits, run and measured"),
+    ("a = %memfit ablation --budget 8GiB", "what each technique gives, added one after another until it fits"),
+    ('%memfit ablation --plans "--bf16" "--checkpoint" "--adam8bit"', "these, in this order"),
+    ('c = %memfit compare "--accumulate 4" "--checkpoint"', "each from the same starting point"),
+    ("%memfit snapshot step.pickle --predicted --accumulate 4", "for pytorch.org/memory_viz"),
+    ("%memfit export trainer", "the plan as code without memlab"),
+    ("%memfit undo", "no plan; what was trained stays"),
+)
+
+_ABOUT_CELLS = (
+    "Run the cell with memory-saving techniques on its live model and optimizer, and measure memory and speed. "
+    "The model is found in the notebook, or when the cell first trains it. Without flags of techniques nothing "
+    "is changed: the plan in force stays, and the cell is measured. Flags set the whole plan; it stays applied "
+    "after the cell, until another one or %memfit undo. With --budget the plan is chosen at the cell's first "
+    "training step: every plan is predicted, and the fastest that fits is applied. The receipt then says what "
+    "was predicted and what was measured. When memory runs out, the plan is changed and the same batch runs again, "
+    "settings given with --keep apart. The same from Python: memlab.fit, memlab.measure."
+)
+
+# a cell of a narrow page has as many, and a terminal
+_MOST_CHARACTERS, _LEFT_CHARACTERS = 71, 26
 
 
 def cell_help() -> str:
@@ -193,13 +206,7 @@ def cell_help() -> str:
         [
             "%%memfit [flags]",
             "",
-            "Run the cell with memory-saving techniques on its live model and optimizer, and measure memory and speed.",
-            "The model is found in the notebook, or when the cell first trains it. Without flags of techniques nothing",
-            "is changed: the plan in force stays, and the cell is measured. Flags set the whole plan; it stays applied",
-            "after the cell, until another one or %memfit undo. With --budget the plan is chosen at the cell's first",
-            "training step: every plan is predicted, and the fastest that fits is applied. The receipt then says what",
-            "was predicted and what was measured. When memory runs out, the plan is changed and the same batch runs again,",
-            "settings given with --keep apart. The same from Python: memlab.fit, memlab.measure.",
+            textwrap.fill(_ABOUT_CELLS, _MOST_CHARACTERS),
             "",
             "Techniques:",
             *_table((_plan_usage(field), field.help) for field in FIELDS),
@@ -218,16 +225,19 @@ def line_help() -> str:
         [
             "%memfit [word | flags]",
             "",
-            "The plan in force: alone it shows what is applied to which model and what that needs.",
+            "The plan in force: alone it shows what is applied to which model and",
+            "what that needs.",
             "",
             *_table((word.usage, word.help) for word in WORDS),
             "",
-            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds defaults. predict, find, ablation and",
-            "snapshot change nothing, and also know these flags:",
+            "Flags are those of %%memfit (see %%memfit?); %config MemLab holds",
+            "defaults. predict, find, ablation and snapshot change nothing, and also",
+            "know these flags:",
             "",
             *_table((flag.usage, flag.help) for flag in _predict_flags()),
             "",
-            _LINE_EXAMPLES,
+            "Examples:",
+            *_table(_LINE_EXAMPLES),
         ]
     )
 
@@ -249,11 +259,14 @@ def _plan_usage(field: PlanField) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Two columns; a left side that is too long gets a line of its own."""
+    """Two columns; a left side that is too long gets lines of its own."""
     lines = []
     for left, right in rows:
-        if len(left) > 34:
-            lines += [f"  {left}", f"{'':38}{right}"]
-        else:
-            lines.append(f"  {left:<36}{right}")
+        of_left = textwrap.wrap(left, _MOST_CHARACTERS - 4, break_on_hyphens=False)
+        of_right = textwrap.wrap(right, _MOST_CHARACTERS - _LEFT_CHARACTERS, break_on_hyphens=False)
+        if len(left) <= _LEFT_CHARACTERS - 4:
+            first = of_left.pop()
+            lines.append(f"  {first:<{_LEFT_CHARACTERS - 2}}{of_right.pop(0)}")
+        lines += [f"{'':{2 * bool(at) + 2}}{line}" for at, line in enumerate(of_left)]
+        lines += [f"{'':{_LEFT_CHARACTERS}}{line}" for line in of_right]
     return lines

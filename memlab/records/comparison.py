@@ -102,7 +102,7 @@ def speed_ratio(measurement: Measurement, other: Measurement) -> float:
     return ratio(measurement.samples_per_second, other.samples_per_second)
 
 
-_TIMED_BEFORE = "samples/s are those of an earlier cell, as this one had too few steps to be timed"
+_TIMED_BEFORE = "samples/s are those of an earlier cell, as too few steps of this one were timed"
 
 
 def timed_anew(before: Measurement | None, after: Measurement) -> tuple[Measurement, str]:
@@ -113,12 +113,13 @@ def timed_anew(before: Measurement | None, after: Measurement) -> tuple[Measurem
     if before is None or _other_batches(after, before) or not (before.is_settled and before.fits and after.fits):
         return after, ""
     if not after.is_settled:
+        # batches may be a little larger or smaller than then: a step takes as much longer
+        share = after.samples_per_step / before.samples_per_step if before.samples_per_step else 1.0
+        seconds = tuple(share * each for each in before.step_seconds)
         notes = (*after.notes, _TIMED_BEFORE)
-        kept = replace(
-            after, step_seconds=before.step_seconds, is_warm=True, waited_share=before.waited_share, notes=notes
-        )
+        kept = replace(after, step_seconds=seconds, is_warm=True, waited_share=before.waited_share, notes=notes)
         return kept, ""
-    if after.step_seconds == before.step_seconds:  # it is the row before, or has its times
+    if after.step_seconds == before.step_seconds or _TIMED_BEFORE in after.notes:  # it is the row before, or has its times
         return after, ""
     slower = format_change(ratio(after.samples_per_second, before.samples_per_second))
     return after, f"{after.plan} was timed again: {slower} samples/s; other rows are compared with the new times"

@@ -99,8 +99,8 @@ def _settings(moment: Moment) -> tuple[Setting, ...]:
 def _shown(moment: Moment) -> tuple[Measurement | None, Measurement | None]:
     """The measurement whose step is drawn, in force if it can be, and the one that was in force before it."""
     observed = {each.plan: each for each in moment.measurements if each.timeline}
-    # in the order in which they came into force; what was never changed to was there from the start
-    changed = [each.plan for each in moment.changes]
+    # in the order in which they came into force: of earlier runs, what this one began with, what it was changed to
+    changed = [*(point.plan for point in moment.points[:1]), *(each.plan for each in moment.changes)]
     order = [plan for plan in observed if plan not in changed] + [plan for plan in changed if plan in observed]
     if not order:
         return None, None

@@ -112,8 +112,11 @@ def test_few_steps_do_not_time_a_plan_anew_and_many_are_said() -> None:
     before = measured()
     kept, said = timed_anew(before, measured(peak_bytes=1100, step_seconds=(3.0,)))
     assert (kept.step_seconds, kept.peak_allocated_bytes, said) == (before.step_seconds, 1100, "")
-    assert kept.notes == ("samples/s are those of an earlier cell, as this one had too few steps to be timed",)
+    assert kept.notes == ("samples/s are those of an earlier cell, as too few steps of this one were timed",)
     assert timed_anew(before, kept) == (kept, "")
+    smaller, said = timed_anew(before, measured(samples_per_step=before.samples_per_step * 0.9, step_seconds=(3.0,)))
+    assert (smaller.samples_per_second, said) == (pytest.approx(before.samples_per_second), "")
+    assert timed_anew(before, smaller) == (smaller, "")
     anew, said = timed_anew(before, measured(step_seconds=(1.0,) * 6))
     assert anew.step_seconds == (1.0,) * 6
     assert said == "as written was timed again: −50 % samples/s; other rows are compared with the new times"

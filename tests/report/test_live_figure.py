@@ -137,6 +137,13 @@ def test_back_to_an_earlier_setting_outlines_the_one_that_was_left() -> None:
     assert max(before["y"]) * GIB == pytest.approx(BOTH.peak_allocated_bytes, rel=1e-3)
 
 
+def test_what_this_run_began_with_is_before_what_it_was_changed_to() -> None:
+    # a run before this one had ended with the accumulated setting
+    points = tuple(replace(point, plan=AS_WRITTEN.plan) for point in RUN.points[:20]) + RUN.points[20:]
+    before = trace(drawing(replace(RUN, points=points, changes=RUN.changes[1:])), "the setting before")
+    assert max(before["y"]) * GIB == pytest.approx(AS_WRITTEN.peak_allocated_bytes, rel=1e-3)
+
+
 def test_a_setting_without_a_timeline_leaves_the_newest_that_has_one() -> None:
     blind = replace(BOTH, timeline=())
     drawn = drawing(replace(RUN, measurements=(AS_WRITTEN, ACCUMULATED, blind)))
