@@ -119,7 +119,9 @@ def timed_anew(before: Measurement | None, after: Measurement) -> tuple[Measurem
         notes = (*after.notes, _TIMED_BEFORE)
         kept = replace(after, step_seconds=seconds, is_warm=True, waited_share=before.waited_share, notes=notes)
         return kept, ""
-    if after.step_seconds == before.step_seconds or _TIMED_BEFORE in after.notes:  # it is the row before, or has its times
+    if (
+        after.step_seconds == before.step_seconds or _TIMED_BEFORE in after.notes
+    ):  # it is the row before, or has its times
         return after, ""
     slower = format_change(ratio(after.samples_per_second, before.samples_per_second))
     return after, f"{after.plan} was timed again: {slower} samples/s; other rows are compared with the new times"

@@ -45,6 +45,9 @@ _CODE = (
 # shorter beside many columns and on a narrow page; its words are for pages without styles
 _BAR = "display:flex;height:8px;margin-top:4px;width:clamp(70px,100cqw - {}px,170px);font-size:0"
 _COLUMN_PIXELS = 95  # that a column without a bar takes, about
+_PLAN_PIXELS = 300  # and that of the plans, in two lines
+# where the page is wide enough for that, what is written in a column stays in one line
+_IN_ONE_LINE = ";min-width:clamp(0px,(100cqw - {}px)*9,{}ch)"
 # what is predicted is paler and dashed, in every picture
 _PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
@@ -68,12 +71,15 @@ def table(content: Table) -> str:
         True
     """
     columns, drawn = [], []
+    wide = _COLUMN_PIXELS * sum(column.kind is not ColumnKind.NOTE for column in content.columns)
     for place, column in enumerate(content.columns):
         bars = [bar for each in content.rows if (bar := each.bars[place]) is not None]
         # numbers are set flush right, but for those that have a bar below them
         side = "right" if column.kind is ColumnKind.NUMBER and not bars else "left"
         scale = max((sum(bar.parts.values()) for bar in bars), default=0.0)
-        columns.append(_Placed(column, f"text-align:{side}", scale, _BAR.format(_COLUMN_PIXELS * len(content.columns))))
+        longest = max(map(len, [column.title, *(each.texts[place] for each in content.rows)]))
+        least = _IN_ONE_LINE.format(wide + _PLAN_PIXELS, longest) if column.kind is ColumnKind.NUMBER else ""
+        columns.append(_Placed(column, f"text-align:{side}", least, scale, _BAR.format(wide)))
         drawn += [bar.parts for bar in bars if bar.look in _OF_CATEGORIES]
     rows = "".join(_row(columns, each) for each in content.rows)
     headed = [each for each in columns if each.column.kind is not ColumnKind.NOTE]
@@ -89,17 +95,20 @@ def table(content: Table) -> str:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A column as it is drawn: to which side its texts are flush, what a whole bar stands for, and how long it is."""
+    """A column as it is drawn: to which side its texts are flush, how wide it is at least, what a whole bar stands for, and how long it is."""
 
     column: Column[Any]
     side: str
+    least: str
     scale: float
     bar: str
 
 
 def _heads(columns: Sequence[_Placed]) -> str:
     """The headings, under one over several columns where there is one."""
-    heads = "".join(f'<th scope="col" style="{_HEAD};{each.side}">{_head(each.column.title)}</th>' for each in columns)
+    heads = "".join(
+        f'<th scope="col" style="{_HEAD};{each.side}{each.least}">{_head(each.column.title)}</th>' for each in columns
+    )
     over = [(group, len(list(each))) for group, each in groupby(columns, key=lambda placed: placed.column.group)]
     if len(over) == 1:
         return f'<tr style="background:transparent">{heads}</tr>'

@@ -155,6 +155,28 @@ def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any, place: str) -> N
     assert wide[0] <= wide[1] == 568
 
 
+def test_numbers_stay_in_one_line_beside_long_plans_where_there_is_room(browser: Any) -> None:
+    plans = ("as written", "--accumulate 4 --checkpoint --bf16 --adam8bit --offload activations,optimizer")
+    rows = tuple(
+        Measurement(
+            plan, "cpu", 24 * MIB, None, 104 * MIB, {"parameters": MIB}, (), (5e-4, 6e-4, 7e-4, 5e-4, 5e-4), 8, 4096
+        )
+        for plan in plans
+    )
+    table = html.table(tables.comparison(Comparison("t", rows, latest=plans[1:])))
+    assert "± " in table
+    assert "vs first" in table
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    high = """receipt => Array.from(receipt.querySelectorAll("thead th, tbody td:not([colspan])"))
+        .map(cell => Array.from(cell.childNodes).filter(node => node.tagName !== "DIV"))
+        .map(nodes => { const range = document.createRange(); range.setStartBefore(nodes[0]); range.setEndAfter(nodes.at(-1));
+                        return new Set(Array.from(range.getClientRects(), box => Math.round(box.top / 10))).size; })"""
+    for width, stay in ((988, True), (568, False)):
+        page.set_content(f'<div style="width:{width}px">{table}</div>')
+        assert (max(page.locator(".memlab-receipt").evaluate(high)) == 1) is stay
+    page.close()
+
+
 def test_an_ablation_and_its_notes_fit_beside_the_side_bar(browser: Any) -> None:
     """At 1440 px, with JupyterLab's side bar open, a cell has 988 px for a table with every column of an ablation."""
     first = samples.measurement("as written", 9.1, 1310.0)
