@@ -4,8 +4,8 @@ Rules of the ablation:
 
 1. The first row is the loop as written, or with the settings it was asked to keep.
 2. Each further row adds one technique to the rows that were kept. It is *kept* when the peak got lower by a percent or
-   more, or when training got faster than its spread (of two steps or more) and the peak no higher. What gave nothing
-   is *left out* of the rows below, so that nobody pays for it, and its row says where the peak is.
+   more, or when training got faster than its spread (of as many steps as speeds are compared by) and the peak no higher.
+   What gave nothing is *left out* of the rows below, so that nobody pays for it, and its row says where the peak is.
 3. *Before* is the row that a technique was added to: the last one kept. *First* is the first row that ran.
 4. A row that ran out of memory has no peak. It is left out where the row before it ran. Where that one ran out too,
    what was predicted decides; where nothing was, it is kept, since only more techniques can make the loop fit.
@@ -214,10 +214,8 @@ def _needs_less(before: Profile, after: Profile) -> bool:
 
 
 def _is_faster(before: Measurement, after: Measurement) -> bool:
-    """Return whether a row is worth keeping for its speed alone; a single step has no spread, and proves nothing."""
-    if min(len(before.step_seconds), len(after.step_seconds)) < 2:
-        return False
-    faster = ratio(after.samples_per_second, before.samples_per_second) - 1
+    """Return whether a row is worth keeping for its speed alone; a few steps prove nothing."""
+    faster = speed_ratio(after, before) - 1
     noise = max(_LEAST_FASTER, before.spread + after.spread)
     return faster > noise and after.peak_allocated_bytes <= before.peak_allocated_bytes * (1 + NO_GAIN)
 

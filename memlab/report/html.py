@@ -33,21 +33,22 @@ _TABLE = (
 _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit"
 # a table may be narrower than its title, which is as wide as the page at most
 _TITLE = "width:max-content;max-width:100cqw"
-_CELL = f"padding:5px 1cqw 5px 0;vertical-align:top;background:transparent;border:0;border-bottom:1px solid {_RULE}"
+_CELL = f"padding:5px 1cqw 5px 0;vertical-align:top;background:transparent;border:solid {_RULE};border-width:0 0 1px"
 _NOTE = f"{_CELL};padding-top:0;text-align:left;white-space:normal"
 # not wider than what is to be seen of a table that is scrolled sideways
 _IN_SIGHT = "position:sticky;left:0;max-width:min(60em,100cqw)"
-_HEAD = f"{_CELL};border-bottom:2px solid {_RULE};font-weight:600"
+_HEAD = f"{_CELL};border-width:0 0 2px;font-weight:600"
 # notebooks give code a ground and room of its own
 _CODE = (
     "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:.92em"
 )
 # shorter beside many columns and on a narrow page; its words are for pages without styles
-_BAR = "display:flex;height:8px;margin-top:4px;width:clamp(70px,100cqw - {}px,170px);font-size:0"
+_BAR = "display:flex;height:8px;margin-top:4px;width:clamp(52px,100cqw - {}px,170px);font-size:0"
 _COLUMN_PIXELS = 95  # that a column without a bar takes, about
 _PLAN_PIXELS = 300  # and that of the plans, in two lines
 # where the page is wide enough for that, what is written in a column stays in one line
 _IN_ONE_LINE = ";min-width:clamp(0px,(100cqw - {}px)*9,{}ch)"
+_SENTENCES = ";min-width:clamp(4em,100cqw - 560px,12em)"
 # what is predicted is paler and dashed, in every picture
 _PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
@@ -77,8 +78,13 @@ def table(content: Table) -> str:
         # numbers are set flush right, but for those that have a bar below them
         side = "right" if column.kind is ColumnKind.NUMBER and not bars else "left"
         scale = max((sum(bar.parts.values()) for bar in bars), default=0.0)
-        longest = max(map(len, [column.title, *(each.texts[place] for each in content.rows)]))
-        least = _IN_ONE_LINE.format(wide + _PLAN_PIXELS, longest) if column.kind is ColumnKind.NUMBER else ""
+        texts = [column.title, *(each.texts[place] for each in content.rows)]
+        longest = max(map(len, texts))
+        least = ""
+        if column.kind is ColumnKind.NUMBER and any(map(_breaks, texts)):
+            least = _IN_ONE_LINE.format(wide + _PLAN_PIXELS, longest)
+        elif column.kind is ColumnKind.WORDS and longest > _ONE_LINE_CHARACTERS:
+            least = _SENTENCES
         columns.append(_Placed(column, f"text-align:{side}", least, scale, _BAR.format(wide)))
         drawn += [bar.parts for bar in bars if bar.look in _OF_CATEGORIES]
     rows = "".join(_row(columns, each) for each in content.rows)
@@ -129,7 +135,7 @@ def _head(title: str) -> str:
 def _row(columns: Sequence[_Placed], each: TableRow) -> str:
     """A row; its notes stand below it over the whole width, since a wide table would push them out of sight."""
     notes = [text for of, text in zip(columns, each.texts, strict=True) if of.column.kind is ColumnKind.NOTE and text]
-    rule = ";border-bottom:0" if notes else ""
+    rule = ";border-width:0" if notes else ""
     cells = [
         _plan_cell(text, each, rule) if of.column.kind is ColumnKind.PLAN else _cell(of, text, bar, rule)
         for of, text, bar in zip(columns, each.texts, each.bars, strict=True)
@@ -146,11 +152,16 @@ def _row(columns: Sequence[_Placed], each: TableRow) -> str:
 def _cell(of: _Placed, text: str, bar: Bar | None, rule: str) -> str:
     """A cell. On a narrow page a sentence goes on in a second line, as what stands behind a number does; the rest stays whole."""
     content, wraps = _unbroken(text), ";white-space:nowrap"
-    if of.column.kind is ColumnKind.NUMBER and " " in text and not _WHOLE.fullmatch(text):
+    if of.column.kind is ColumnKind.NUMBER and _breaks(text):
         content, wraps = _WHOLE.sub(_NOWRAP.format(r"\g<0>"), escape(text)), ""
     elif of.column.kind is ColumnKind.WORDS and len(text) > _ONE_LINE_CHARACTERS:
-        wraps = ";min-width:12em"
+        wraps = ""
     return f'<td style="{_CELL};{of.side}{rule}{wraps}">{content}{_bar(bar, of) if bar is not None else ""}</td>'
+
+
+def _breaks(number: str) -> bool:
+    """Return whether a number goes on in a second line on a narrow page."""
+    return " " in number and not _WHOLE.fullmatch(number)
 
 
 def _plan_cell(plan: str, each: TableRow, rule: str) -> str:
@@ -185,8 +196,9 @@ def _bar(bar: Bar, of: _Placed) -> str:
 
 def keys(names: Sequence[str], style: str) -> str:
     """Return what the colours of categories mean, in a line; nothing without any."""
-    spans = "".join(
-        f'<span style="margin-right:16px;white-space:nowrap"><span aria-hidden="true" '
+    # spaces are for pages without styles
+    spans = " ".join(
+        f'<span style="margin-right:12px;white-space:nowrap"><span aria-hidden="true" '
         f'style="{_KEY};background-color:{swatch(name).colour}"></span>{escape(name)}</span>'
         for name in names
     )

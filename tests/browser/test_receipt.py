@@ -155,6 +155,19 @@ def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any, place: str) -> N
     assert wide[0] <= wide[1] == 568
 
 
+def test_predictions_and_their_verdicts_fit_beside_the_side_bar_of_a_narrow_page(browser: Any) -> None:
+    """As above, at the 548 px that a value of a cell has behind its number."""
+    predicted = [replace(each, host_bytes=GIB // 2) for each in samples.plan_space()]
+    measured = tuple(samples.comparison().measurements)
+    table = html.table(tables.predictions(predicted, 8 * GIB, title="t", how_to_see_all="all", measurements=measured))
+    assert all(words in table for words in ("to spare", "offloaded", "measured"))
+    page = browser.new_page(viewport={"width": 1000, "height": 900})
+    page.set_content(f'<div style="width:548px;font-family:sans-serif">{table}</div>')
+    wide = page.locator(".memlab-receipt").evaluate("each => [each.scrollWidth, each.clientWidth]")
+    page.close()
+    assert wide[0] <= wide[1] == 548
+
+
 def test_numbers_stay_in_one_line_beside_long_plans_where_there_is_room(browser: Any) -> None:
     plans = ("as written", "--accumulate 4 --checkpoint --bf16 --adam8bit --offload activations,optimizer")
     rows = tuple(

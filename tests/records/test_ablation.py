@@ -110,6 +110,7 @@ def test_where_the_first_ran_out_of_memory_the_first_that_ran_is_first() -> None
         (measured(4, 100), measured(4, 104), False),
         (measured(4, 100, spread=0.2), measured(4, 130, spread=0.2), False),  # within the spread
         (measured(4, 100), measured(4, 130, step_seconds=(0.1,)), False),  # one step alone has no spread
+        (measured(4, 100), measured(4, 130, step_seconds=(7.7, 7.6, 7.8, 7.7)), False),  # too few to compare
         (measured(4, 100, step_seconds=(10.0,)), measured(4, 130), False),
         (measured(4), failed(5), False),
         (failed(4), measured(3), True),

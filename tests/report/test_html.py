@@ -116,3 +116,7 @@ def test_flags_do_not_break_inside() -> None:
 
 def test_it_stays_small() -> None:
     assert len(html.table(tables.comparison(samples.crowded()))) < 20_000
+
+
+def test_categories_stand_apart_on_pages_without_styles() -> None:
+    assert re.sub("<[^>]*>", "", html.keys(("parameters", "gradients"), "")) == "at the peak: parameters gradients"
