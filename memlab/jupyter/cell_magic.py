@@ -117,7 +117,8 @@ class CellMagic:
             watch.forget()
 
     def _variables(self) -> Mapping[str, Any]:
-        return self._notebook.shell.user_ns
+        variables: dict[str, Any] = self._notebook.shell.user_ns
+        return variables
 
     def _with_defaults(self, options: CellOptions) -> CellOptions:
         """The options of a cell that trains, with what is configured in place of what its line does not say."""
