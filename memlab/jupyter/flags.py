@@ -159,10 +159,10 @@ Examples:
     train()  # under the fastest plan predicted to fit into 8 GiB
 
     %%memfit --budget 8GiB --bf16 --lossless
-    train()  # bf16 for certain; the rest is chosen, gradients stay exact
+    train()  # bf16 for certain; the rest is chosen, gradients exact
 
     %%memfit --background
-    train()  # other cells can run meanwhile: %memfit wait, %memfit cancel
+    train()  # other cells can run: %memfit wait, %memfit cancel
 
     %%memfit --nproc 2 --scale zero3
     train()  # in two processes under DeepSpeed; everything comes back
