@@ -168,7 +168,7 @@ Examples:
     train()  # in two processes under DeepSpeed; everything comes back
 
     %%memfit --inference --bf16 --budget 8GiB
-    output = model.generate(**prompts)  # speed, KV cache, rows that fit
+    output = model.generate(**prompts)  # speed, cache, rows that fit
 """
 
 _LINE_EXAMPLES = (
