@@ -23,7 +23,8 @@ from memlab.plan import FIELDS, Offloaded, PlanField, Tier, plan_flags
 from memlab.plan.fields import ENGINES
 from memlab.units import GIB
 
-_LINE = re.compile(r"^\s*(%{0,2}memfit)\s(.*)$", re.DOTALL)
+_START = r"\s*(?:[^=%#\n]+=\s*(?=%memfit\b))?"  # also what a line is assigned to
+_LINE = re.compile(rf"^{_START}(%{{0,2}}memfit)\s(.*)$", re.DOTALL)
 _WORDS = tuple(word.word for word in WORDS)
 _WITH_PLAN = frozenset({"switch", "export", *PREDICT_FLAGS}) - {"panel"}
 _OF_FILES = frozenset({"record", "replay", "snapshot"})
@@ -199,7 +200,7 @@ def _hook(shell: Any, undo: ExitStack) -> None:
         # IPython replaces the last word, which may be shorter than what a completion begins with
         return [each[len(piece) - len(event.symbol) :] for each in found if piece.endswith(event.symbol)]
 
-    shell.set_hook("complete_command", complete, re_key=r"\s*%%?memfit\b")
+    shell.set_hook("complete_command", complete, re_key=rf"{_START}%%?memfit\b")
     undo.callback(is_on.clear)
 
 

@@ -30,6 +30,9 @@ def found(text: str, variables: dict[str, Any] | None = None) -> list[str]:
         ("%memfit --off", ["--offload"]),
         ("%%memfit --off", ["--offload"]),
         ("    %memfit --ad", ["--adam8bit"]),
+        ("found = %memfit fi", ["find"]),
+        ("runs[0].plans=%memfit predict --bud", ["--budget"]),
+        ("found == %memfit fi", []),
         ("%memfit export tr", ["trainer"]),
         ("%memfit export ", [*TARGETS, "--nproc", *plan_flags()]),
         ("%memfit export torch --sc", ["--scale"]),
@@ -98,6 +101,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("%memfit pre", "predict"), ("%%memfit --off", "--offload"), ("%%memfit --offload optimizer:d", "optimizer:disk"),
         ("%memfit predict --device T", "T4"), ("%%memfit --model mo", "model"), ("x = 1\n%memfit rep", "report"),
+        ("found = %memfit rep", "report"),
     ],
 )  # fmt: skip
 def test_ipython_completes_the_lines(shell: Any, made: Cell, text: str, expected: str, use_jedi: bool) -> None:
