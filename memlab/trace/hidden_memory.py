@@ -51,6 +51,10 @@ class Held(tuple[int, ...]):
     """Sizes of temporaries that an operator takes before its results, as copies of arguments."""
 
 
+class Unfolded(tuple[int, ...]):
+    """Sizes of temporaries of which some are images unfolded: the operator multiplies matrices."""
+
+
 # groups in the order in which they are freed; one that is not `Held` is taken when the one before is gone
 _Groups = Iterator[Sizes]
 _Rule = Callable[[Sequence[Any], Mapping[str, Any], Gpu], _Groups]
@@ -82,6 +86,11 @@ class Temporaries:
         found = (type(group)(filter(None, group)) for group in _RULES[func](args, kwargs, gpu))
         laid_out, named = tree_map_only(torch.Tensor, _layout, (tuple(args), dict(kwargs)))
         return cls(tuple(filter(None, found)), func, laid_out, named, gpu)
+
+    @property
+    def multiplies(self) -> bool:
+        """Return whether the operator multiplies matrices, for which libraries take workspaces."""
+        return any(isinstance(group, Unfolded) for group in self.groups)
 
     @property
     def held_bytes(self) -> int:
@@ -377,22 +386,26 @@ def _layer_norm_backward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> 
 def _convolution(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> _Groups:
     images, weight = args[:2]
     if _has_cudnn(weight, gpu):
-        yield Held(_laid_out((images, weight), (images, weight)))
+        yield Held(_laid_out((images,), (images, weight)))
+        yield _laid_out((weight,), (images, weight))
         return
     stride, padding, dilation = args[3:6]
     yield Held(_laid_out((images, weight), ()))
     sizes = zip(images.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    yield _columns(args[:2], args[6:], [(n + 2 * pad - wide * (k - 1) - 1) // by + 1 for n, k, by, pad, wide in sizes])
+    outputs = [(n + 2 * pad - wide * (k - 1) - 1) // by + 1 for n, k, by, pad, wide in sizes]
+    yield Unfolded(_columns(args[:2], args[6:], outputs))
 
 
 def _convolution_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> _Groups:
     gradient, images, weight = args[:3]
-    has_cudnn = _has_cudnn(weight, gpu)
+    if not _has_cudnn(weight, gpu):
+        # the bias has sums of the copy, along adjacent elements
+        yield Unfolded(_columns((images, weight), args[7:], gradient.shape[2:]))
+        yield Held(_laid_out((gradient, images), ()))
+        return
     # the copy of the weight is gone before its gradient, as large, is made
-    yield Held(_laid_out((gradient, images), (images, weight) if has_cudnn else ()))
-    columns = () if has_cudnn else _columns((images, weight), args[7:], gradient.shape[2:])
-    sums = _column_sums(gradient, [0, *range(2, gradient.dim())], gpu) if args[-1][2] else ()
-    yield (*columns, *sums)
+    yield Held(_laid_out((gradient, images), (images, weight)))
+    yield _column_sums(gradient, [0, *range(2, gradient.dim())], gpu) if args[-1][2] else ()
 
 
 def _has_cudnn(weight: torch.Tensor, gpu: Gpu) -> bool:

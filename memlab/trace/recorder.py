@@ -158,13 +158,16 @@ class Recorder(Ledger):
                 in_backward = self._sums_in_place and self._in_backward()
                 self._record(func, out)
                 if func in MATRIX_PRODUCTS:
-                    in_graph = torch._C._current_graph_task_id() != -1
-                    for number in self.numbers_of([out]):
-                        self.products.setdefault(in_graph, number)
+                    self._note_product(out)
                 if in_backward and func is ADD:
                     self._note_sum(args[0], out)
             self._price(recipe, func, args, kwargs, out, begin)
         return out
+
+    def _note_product(self, out: Any) -> None:
+        in_graph = torch._C._current_graph_task_id() != -1
+        for number in self.numbers_of(tensors_in([out])):
+            self.products.setdefault(in_graph, number)
 
     def _is_valueless(self, args: tuple[Any, ...]) -> bool:
         return bool(self._valueless) and any(
@@ -242,6 +245,8 @@ class Recorder(Ledger):
         moment = self._now()
         self.priced.append(Priced(len(self._events), work, moment))
         if inside is not None:
+            if inside.multiplies:
+                self._note_product(out)
             hidden = Hidden(begin, len(self._events), inside, moment)
             self.hidden.append(hidden)
             for _, size_bytes in hidden.peaks():

@@ -3,8 +3,8 @@
 python -m tests.emulated_gpu --gpu T4 -- python -m tests.bench.allocator_accuracy [--models a,b] [--plans a;b]
 python -m tests.bench.allocator_accuracy --write        docs/allocator_accuracy.md from the results
 
-Each model runs in a process of its own, plan after plan from a fresh model and an empty cache, in both modes of the
-allocator; predictions are made before. On an emulated GPU nothing is computed, and where torch reads values (how many different
+Each plan of a model runs in a process of its own, from a fresh model and an empty cache, in both modes of the allocator;
+predictions are made before. On an emulated GPU nothing is computed, and where torch reads values (how many different
 tokens there are) it reads zeros, as it does on a real one. Splits of a batch are not judged, which would take memory of its own
 in the first step. What was measured before on the same GPU is kept, unless it is measured again.
 """
@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import sys
@@ -186,16 +187,15 @@ def _made(name: str) -> Made:
         return MODELS[name]()
 
 
-def rows_of(name: str, plans: Sequence[str]) -> Iterator[Row]:
-    """Predict all plans in all modes, then run them; what is refused or does not fit is said and left out."""
+def rows_of(name: str, flags: str) -> Iterator[Row]:
+    """Predict a plan in all modes, then run it; what is refused or does not fit is said and left out."""
     predicted = {}
     predictor = PlanPredictor(workload_of(name))
     for mode, settings in MODES.items():
         predictor.target = replace(predictor.target, settings=Settings.parse(settings))
-        for flags in plans:
-            predicted[mode, flags] = predicted_by(predictor, Plan.parse(flags))
+        predicted[mode] = predicted_by(predictor, Plan.parse(flags))
     del predictor
-    for (mode, flags), prediction in predicted.items():
+    for mode, prediction in predicted.items():
         if prediction.refused or prediction.peak_reserved_bytes is None:
             _say(f"{name} {prediction.plan}: {prediction.refused}")
             continue
@@ -233,9 +233,9 @@ def _say(line: str) -> None:
 
 
 def _measure(models: Sequence[str], plans: Sequence[str]) -> None:
-    """Measure each model in a process of its own; results are written as they come."""
-    for name in models:
-        device, rows = _in_a_process(name, plans)
+    """Measure each plan in a process of its own, as what others leave decides where tensors lie; results are written as they come."""
+    for name, flags in itertools.product(models, plans):
+        device, rows = _in_a_process(name, flags)
         path = RESULTS / f"{slug(device)}.allocator.json"
         again = {(row["model"], row["plan"], row["mode"]) for row in rows}
         before = json.loads(path.read_text())["rows"] if path.exists() else []
@@ -243,15 +243,15 @@ def _measure(models: Sequence[str], plans: Sequence[str]) -> None:
         if kept or rows:
             found = {"device": device, "versions": versions(), "rows": kept + rows}
             path.write_text(json.dumps(found, indent=1) + "\n")
-        _say(f"{name}: {len(rows)} rows")
+        _say(f"{name} {Plan.parse(flags)}: {len(rows)} rows")
 
 
-def _in_a_process(name: str, plans: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
+def _in_a_process(name: str, flags: str) -> tuple[str, list[dict[str, Any]]]:
     """The GPU's name and rows of a model as records; those before the process ended, if it did not end well."""
     # importing takes longer than a model; a process that has seen a real GPU must not be forked
     method = "fork" if IS_EMULATED else "spawn"
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context(method).Process(target=_send_rows, args=(sending, name, plans))
+    process = multiprocessing.get_context(method).Process(target=_send_rows, args=(sending, name, flags))
     process.start()
     sending.close()
     device, rows = "", []
@@ -265,9 +265,9 @@ def _in_a_process(name: str, plans: Sequence[str]) -> tuple[str, list[dict[str, 
     return device, rows
 
 
-def _send_rows(sending: Any, name: str, plans: Sequence[str]) -> None:
+def _send_rows(sending: Any, name: str, flags: str) -> None:
     sending.send(("emulated " if IS_EMULATED else "") + torch.cuda.get_device_name())
-    for row in rows_of(name, plans):
+    for row in rows_of(name, flags):
         sending.send(asdict(row))
 
 
