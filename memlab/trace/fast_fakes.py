@@ -206,10 +206,11 @@ def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
 
 
 def _all_fakes(results: Iterable[Any]) -> bool:
-    return all(
-        result is None or (type(result) is FakeTensor and result.constant is None and result.layout is torch.strided)
-        for result in results
-    )
+    return all(result is None or (type(result) is FakeTensor and _is_plain(result)) for result in results)
+
+
+def _is_plain(fake: FakeTensor) -> bool:
+    return fake.constant is None and fake.layout is torch.strided and fake.fake_device != _META
 
 
 def _place(result: Any, args: tuple[Any, ...]) -> int | None:

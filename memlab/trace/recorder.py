@@ -219,6 +219,8 @@ class Recorder(Ledger):
 
     def _record(self, func: Any, out: Any) -> None:
         if type(out) is FakeTensor:
+            if out.fake_device.type == "meta":
+                return  # made for its shape, as techniques do
             storage = out.untyped_storage()
             if storage._cdata not in self._live:
                 self._track(storage)
