@@ -390,10 +390,12 @@ def _opened(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[N
     everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with _announced(optimizer, iter([everything]), techniques) as announced:
         for bucket in announced:
-            with at_home(techniques, bucket, updates=True), changing(optimizer):
+            with at_home(techniques, bucket, updates=True):
+                # not locked meanwhile: a step that raises stays open, and who closes it may be another thread
                 with _updating(optimizer, bucket, techniques, None):
                     yield
-                _close_all(optimizer, bucket, _layers_to_open(techniques))
+                with changing(optimizer):
+                    _close_all(optimizer, bucket, _layers_to_open(techniques))
             for technique in techniques:
                 technique.bucket_updated(optimizer, bucket)
 
@@ -403,12 +405,14 @@ def _updating(
     optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Technique], copy: Copy | None
 ) -> Iterator[None]:
     layers = _layers_to_open(techniques)
-    for parameter in bucket:
-        pack_again(optimizer, parameter, techniques)
-    before = _Before(optimizer, bucket)
-    try:
+    with changing(optimizer):
         for parameter in bucket:
-            _open(optimizer, parameter, layers)
+            pack_again(optimizer, parameter, techniques)
+        before = _Before(optimizer, bucket)
+    try:
+        with changing(optimizer):
+            for parameter in bucket:
+                _open(optimizer, parameter, layers)
         with ExitStack() as updating:
             for technique in techniques:
                 updating.enter_context(technique.around_update(optimizer, bucket))

@@ -145,3 +145,39 @@ def test_reading_state_while_another_thread_trains_changes_nothing(plan: str) ->
             assert all(torch.equal(weights[key], value) for key, value in alone.items()), name
     finally:
         sys.setswitchinterval(interval)
+
+
+class Failing(torch.optim.AdamW):
+    """Fails where it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError("no step")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("plan", ["--offload optimizer", "--precision pure-bf16"])
+def test_a_step_that_fails_in_a_thread_that_ends_does_not_stop_the_others(plan: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Failing(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*batch(0)).backward()
+        optimizer.step()
+
+    def in_thread() -> BaseException | None:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(step).exception(timeout=60)
+
+    with fit(Workload(model, optimizer), plan):
+        step()
+        optimizer.fails = True
+        assert isinstance(in_thread(), ValueError)
+        optimizer.fails = False
+        assert in_thread() is None
+        step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
