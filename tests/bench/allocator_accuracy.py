@@ -302,9 +302,10 @@ def page() -> str:
         "nothing larger than 0.2 MiB is missing but for `topk`, `im2col` and `cdist`.",
         "",
         "Until 30 November weights that are tied had memory of their own for a moment when these models were made, and left holes that no model on a GPU leaves: t5, bart and whisper were off by 5 to 10 % in "
-        "single cells for that (exact to 0.2 % now). On the T4 three things are left. `whisper` under `--offload optimizer` is within 0.1 % where it is measured alone; after all other plans "
-        "torch reserves 8 % less, and why is not known; nor why `convnext` under `--offload activations` with expandable segments is 6.6 % too low. `gpt2` under all settings is 5.6 % too high; the one difference found in its requests: a mode of memlab's "
-        "watches its first steps, and torch's math attention then adds its mask to a copy.",
+        "single cells for that (exact to 0.2 % now); and the plans of a model ran in one process, where what others left decided where tensors lay (whisper on the T4, 8.7 %). On the T4 four cells are outside the goals. "
+        "`gpt2` and `whisper` under all settings are 5.6 and 6.0 % too high: their first steps differ from what is predicted (a mode of memlab's watches the look of `--accumulate`, where torch's math attention adds its "
+        "mask to a copy; gradients of a tied weight are added into new memory in the first backward pass), and later ones find other holes. `convnext` under `--precision pure-bf16` and `convolutions` under `--accumulate 4 --bf16` "
+        "are 3.2 and 3.0 % too low: without cuDNN torch lays out results of convolutions with channels last in another way than the trace does.",
     ]
     for path in sorted(RESULTS.glob("*.allocator.json")):
         found = json.loads(path.read_text())
