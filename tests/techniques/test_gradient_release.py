@@ -741,6 +741,49 @@ def test_weights_that_are_written_before_the_step(write: Callable[[list[torch.Te
                 write(list(model.parameters()))
 
 
+def _halved(optimizer: Optimizer, _saved: Any) -> None:
+    for state in [*optimizer.state.values()]:
+        state["exp_avg"].mul_(0.5)
+
+
+def _assigned(optimizer: Optimizer, _saved: Any) -> None:
+    for parameter, state in [*optimizer.state.items()]:
+        optimizer.state[parameter] = {**state, "exp_avg": state["exp_avg"] * 0.5}
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("flags", ["", " --adam8bit", " --offload optimizer"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda optimizer, saved: optimizer.load_state_dict(saved), lambda optimizer, _: optimizer.state.clear(), _halved, _assigned],
+    ids=["loaded", "cleared", "in place", "assigned"],
+)  # fmt: skip
+def test_moments_that_are_changed_before_the_step(change: Any, flags: str, late: bool) -> None:
+    """The backward pass has updated them: what the loop does then would be lost, or come after the update."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step_of(model, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with fit(Workload(model, optimizer), f"--release-grads{flags}"):
+        for step in range(3 * late):
+            step_of(model, optimizer, step)
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        optimizer.state_dict()  # may be looked at
+        with pytest.raises(RefusalError) as refusal:
+            change(optimizer, saved)
+            optimizer.step()
+    assert str(refusal.value) == (
+        "gradients: the loop changes or loads the optimizer's state between backward() and step(), when it would be updated"
+        f"{'; parameters have been updated with the gradients so far' * late}; do that before the forward pass or after step(), "
+        "or leave --release-grads out"
+    )
+    with fit(Workload(model, optimizer), f"--release-grads{flags}"):
+        for step in range(3):
+            step_of(model, optimizer, step)
+            change(optimizer, saved)
+
+
 def test_other_tensors_may_be_written_before_the_step() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

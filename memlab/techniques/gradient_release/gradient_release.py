@@ -15,8 +15,8 @@ Numbered rules of the mechanism:
    measured meanwhile is forgotten.
    The watch begins at the model's call; gradients of steps without one (a loop that calls parts of the model) are kept.
 3. Refused are: a second backward pass before the step (accumulation in the loop); gradients that are read or written
-   between backward and step (clipping by the norm of all of them, a `GradScaler`); `autograd.grad` through the weights there; learning rates that are changed
-   there; steps with a closure. A loop that begins with any of it later is told so by the same error, which then says that
+   between backward and step (clipping by the norm of all of them, a `GradScaler`); `autograd.grad` through the weights there; learning rates and moments that are
+   changed there; steps with a closure. A loop that begins with any of it later is told so by the same error, which then says that
    parameters were updated already. On trial (`Session`) and before any parameter was updated, the technique stands back
    instead, and the loop goes on under the plan before.
 4. memlab's own loops (measurements, predictions) are known, and not watched.
@@ -66,6 +66,7 @@ from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
 from memlab.runtime.own_steps import is_own_step
+from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique, process_count
@@ -80,6 +81,7 @@ _STEPS_ON_TRIAL = 20  # what loops do now and then, as logging, is mostly done w
 
 Optimizer = torch.optim.Optimizer
 Settings = list[dict[str, Any]]
+Entry = tuple[int, list[int]] | None
 
 
 @dataclass
@@ -92,6 +94,8 @@ class _Step:
     waiting: list[nn.Parameter] = field(default_factory=list)  # parameters with complete gradients
     waiting_bytes: int = 0  # their size, likewise
     has_released: bool = False  # whether parameters have been updated already
+    # their moments as the update has left them, or as they were when the gradient of a watched step was complete
+    entries: dict[int, Entry] = field(default_factory=dict)
 
     def add(self, parameter: nn.Parameter) -> None:
         self.waiting.append(parameter)
@@ -397,6 +401,7 @@ class GradientRelease(Technique):
             else:
                 with self._watch.paused():
                     self._as_completed[id(parameter)] = _state_of_gradient(parameter)
+                step.entries[id(parameter)] = _entry_of(optimizer, parameter)
 
     def _hear_of_its_end(self) -> None:
         """Have `_pass_ended` called when the backward pass that is under way is over."""
@@ -436,6 +441,7 @@ class GradientRelease(Technique):
             self._is_broken = True
             raise
         for parameter in parameters:
+            step.entries[id(parameter)] = _entry_of(optimizer, parameter)
             self._drop(parameter)
 
     def _drop(self, parameter: nn.Parameter) -> None:
@@ -465,6 +471,8 @@ class GradientRelease(Technique):
                 "change them before backward() or after step()",
             )
         for parameter in parameters_in(optimizer):
+            if step is not None and step.entries.get(id(parameter), entry := _entry_of(optimizer, parameter)) != entry:
+                raise self._refusal(*reasons.OTHER_MOMENTS)
             completed = self._as_completed.pop(id(parameter), None)
             if completed not in (None, _state_of_gradient(parameter)) and not _was_moved(parameter.grad):
                 raise self._refusal(*reasons.WRITTEN_LATER)
@@ -542,12 +550,15 @@ class GradientRelease(Technique):
             return
         # within transforms of torch.func, and of other layouts, tensors have no storage
         places = {storage_of(tensor) for tensor in tensors if torch._C._has_storage(tensor)}
-        updated = (p for step in self._steps for p in parameters_in(step) if id(p) in self._complete)
-        if any(storage_of(parameter) in places for parameter in updated):
+        updated = [(step, p) for step in self._steps for p in parameters_in(step) if id(p) in self._complete]
+        if any(storage_of(parameter) in places for _, parameter in updated):
             self._refuse(
                 f"the loop writes to weights between backward() and optimizer.step(){where()}, when they would be updated",
                 f"do that before the forward pass or after step(), or {reasons.LEAVE_OUT}",
             )
+        moments = (value for step, p in updated for value in kept_of(step.state.get(p) or {}).values())
+        if any(torch.is_tensor(moment) and storage_of(moment) in places for moment in moments):
+            self._refuse(*reasons.OTHER_MOMENTS)
 
     def gone_zeroed(self, parameter: int) -> None:
         """The loop has zeroed a gradient that is gone."""
@@ -614,6 +625,16 @@ def _state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     if gradient is None or gradient.is_sparse:
         return (-1, -1)
     return storage_of(gradient), gradient._version
+
+
+def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> Entry:
+    """Return what tells an entry of the optimizer's state from another one, and its tensors from others."""
+    entry = optimizer.state.get(parameter)
+    if not entry:
+        return None
+    # one that was read is in another form until the next update
+    packed = entry.closed if isinstance(entry, PackedState) and entry.closed is not None else entry
+    return id(entry), [id(value) for value in kept_of(packed).values() if torch.is_tensor(value)]
 
 
 def _was_moved(gradient: torch.Tensor | None) -> bool:

@@ -34,6 +34,10 @@ SCALED = (
     "the loop uses a GradScaler, which must see all gradients before any parameter is updated",
     "use bf16 without a scaler",
 )
+OTHER_MOMENTS = (
+    "the loop changes or loads the optimizer's state between backward() and step(), when it would be updated",
+    f"do that before the forward pass or after step(), or {LEAVE_OUT}",
+)
 WRITTEN_LATER = (
     "something writes to gradients once they are complete, as DistributedDataParallel does, when they would be gone",
     LEAVE_OUT,
