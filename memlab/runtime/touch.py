@@ -176,6 +176,10 @@ class Touch(Watched):
             self._is_read = False
         super().leave(tensors)
 
+    def say_own_dtype(self) -> None:
+        """Tell others the dtype of the user's form from now on, as once one of the tensors has been read."""
+        self._is_read = True
+
     def _asked(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:

@@ -1894,3 +1894,34 @@ def test_parts_are_told_apart_by_identity_and_not_by_what_they_compare(flags: st
             model[0](torch.randn(4, 6))
             model(torch.randn(4, 6)).square().mean().backward()
             work.optimizers[0].step()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("flags", ["", " --adam8bit", " --optim muon", " --offload optimizer", " --release-grads"])
+def test_moments_that_are_loaded_are_those_of_the_file(flags: str, reads: bool) -> None:
+    """Torch casts them to the dtype of the weights: under --adam8bit they were in bf16 after the plan, and the next step failed."""
+    model, batch = gpt2(), ragged_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    def first() -> list[torch.Tensor]:
+        return [state["exp_avg"].clone() for state in optimizer.state_dict()["state"].values()]
+
+    step()
+    expected, saved = first(), copy.deepcopy(optimizer.state_dict())
+    with fit(Workload(model, optimizer), f"--precision pure-bf16{flags}"):
+        step()
+        for _ in range(2):
+            if reads:
+                [weight.data for weight in model.parameters()]
+            optimizer.load_state_dict(saved)
+            assert all(map(torch.equal, first(), expected))
+            saved = copy.deepcopy(saved)  # torch goes on with the tensors that it has loaded
+            step()
+        optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, first(), expected))
+    step()

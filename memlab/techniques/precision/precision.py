@@ -32,7 +32,7 @@ from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.graphs import why_as_written
-from memlab.runtime.lifetimes import gradient_is_held
+from memlab.runtime.lifetimes import called_while_alive, gradient_is_held
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
@@ -211,6 +211,10 @@ class PrecisionChoice(Technique):
                 self._pure = PureBf16(
                     workload.model, self._masters, self._outputs, self._first, self._at_home, self.host.aliases(), undo
                 )
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
+        if self._pure is not None:
+            undo.callback(optimizer.register_load_state_dict_pre_hook(called_while_alive(self._pure.moments_coming)).remove)
 
     def _raise_what_calls_keep(self, before: set[tuple[int, str]]) -> None:
         """Raise to fp32 what calls have left in the model in half precision (a recurrent state, say)."""

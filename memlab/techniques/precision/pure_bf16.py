@@ -264,6 +264,10 @@ class PureBf16:
             return None
         return self._masters.values(tensor)
 
+    def moments_coming(self, *_optimizer_and_state: Any) -> None:
+        """An optimizer is about to load moments, which torch casts to the dtype that weights say they have."""
+        self._touch.say_own_dtype()
+
     def _replaced_by_loop(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         with torch.no_grad():
             return self._masters.replace(tensor, values)
