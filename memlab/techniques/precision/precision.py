@@ -214,7 +214,9 @@ class PrecisionChoice(Technique):
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         if self._pure is not None:
-            undo.callback(optimizer.register_load_state_dict_pre_hook(called_while_alive(self._pure.moments_coming)).remove)
+            undo.callback(
+                optimizer.register_load_state_dict_pre_hook(called_while_alive(self._pure.moments_coming)).remove
+            )
 
     def _raise_what_calls_keep(self, before: set[tuple[int, str]]) -> None:
         """Raise to fp32 what calls have left in the model in half precision (a recurrent state, say)."""
