@@ -32,7 +32,7 @@ FURTHER_OFF: dict[tuple[str, str], tuple[float, str]] = {
     ("frozen", "--precision pure-bf16"): (0.06, "the ledger does not see halves of frozen weights nobody touches"),
     ("lstm", "--accumulate 2"): (0.0075, _TIME_FIRST),
     ("lstm", "--accumulate 4"): (0.014, _TIME_FIRST),
-    ("lstm", "--accumulate 3 --bf16 --adam8bit"): (0.0155, _TIME_FIRST),
+    ("lstm", "--accumulate 3 --bf16 --adam8bit"): (0.018, _TIME_FIRST),  # oneDNN's workspace differs between CPUs
     ("lstm", "--accumulate 4 --offload activations,optimizer"): (0.007, _TIME_FIRST),
     ("lstm", "--accumulate 3 --checkpoint budget:64KiB"): (0.023, _TIME_FIRST),
 }
