@@ -29,6 +29,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.autocast import autocast_as_before
 from memlab.runtime.callers import handed_over
+from memlab.runtime.dispatch import never_compile
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
@@ -321,6 +322,7 @@ def _unchanged(logits: DeferredLogits, *_args: Any, **_kwargs: Any) -> Any:
     return logits.with_hidden(logits.hidden)
 
 
+@never_compile  # sizes of tiles are numbers, where torch.compile was told that they differ (`mark_dynamic`)
 def _cross_entropy(
     logits: DeferredLogits,
     target: torch.Tensor,

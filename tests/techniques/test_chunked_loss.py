@@ -434,3 +434,37 @@ def test_a_loss_that_is_not_computed_in_tiles_is_said(smoothing: float) -> None:
         F.cross_entropy(model(rows), rows, label_smoothing=smoothing).backward()
         optimizer.step()
         assert any("--chunk-loss had no effect" in note for note in session.notes) is bool(smoothing)
+
+
+@pytest.mark.few(1)
+def test_a_compiled_function_whose_batch_is_marked_dynamic_goes_on() -> None:
+    import torch._dynamo
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 4096, bias=False)
+
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(inputs), targets)
+
+    def trained(plan: str) -> list[float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(lambda *batch: model(*batch), backend="aot_eager")
+        losses = []
+        with fit(Workload(model, optimizer), plan):
+            for rows in (8, 9, 10):
+                batch = torch.randn(rows, 16), torch.randint(0, 4096, (rows,))
+                for tensor in batch:
+                    torch._dynamo.mark_dynamic(tensor, 0)
+                optimizer.zero_grad()
+                loss = compiled(*batch)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses
+
+    assert trained("--chunk-loss") == pytest.approx(trained(""), rel=1e-6)
