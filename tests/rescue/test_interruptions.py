@@ -43,12 +43,10 @@ def test_the_next_cell_goes_on_from_whole_steps(plan: str, rescue: Rescue, zeroe
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "plan", ["--checkpoint --fp16", "--chunk-loss --bf16", "--tile 2 --bf16", "--accumulate 2 --bf16"]
-)
+@pytest.mark.parametrize("plan", ["--checkpoint --fp16", "--chunk-loss --bf16", "--tile 2 --bf16"])
 def test_no_casts_of_weights_are_kept_after_ctrl_c_while_torch_enters_autocast(plan: str) -> None:
     """They would be those of that moment for good: later steps would run with old weights."""
-    assert campaign(plan, 8, rescue=False, zeroes="first", file="/autocast_mode.py") == {}
+    assert campaign(plan, 40, rescue=False, zeroes="first", file="/autocast_mode.py") == {}
 
 
 def test_an_interrupted_backward_pass_updates_all_parameters_first() -> None:

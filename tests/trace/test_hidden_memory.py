@@ -149,6 +149,34 @@ def test_convolutions_in_bf16_unfold_an_image_where_cudnn_has_none(groups: int, 
     assert hidden_bytes(forward, (images.half(), weight.half(), *of_call), {}, T4) == ()
 
 
+@pytest.mark.parametrize(("groups", "on", "multiplies"), [(1, T4, True), (64, T4, False), (1, A100, False)])
+def test_convolutions_without_cudnn_are_products_which_take_a_workspace(groups: int, on: Gpu, multiplies: bool) -> None:
+    images = torch.empty(8, 64, 32, 32, dtype=BF16, device="meta")
+    weight = torch.empty(128, 64 // groups, 3, 3, dtype=BF16, device="meta")
+    gradient = torch.empty(8, 32, 32, 128, dtype=BF16, device="meta").permute(0, 3, 1, 2)
+    of_call = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    found = [
+        Temporaries.of(forward, (images, weight, *of_call), {}, on),
+        Temporaries.of(backward, (gradient, images, weight, *of_call, [True, True, True]), {}, on),
+    ]
+    assert [each is not None and each.multiplies for each in found] == [multiplies] * 2
+    if multiplies:  # columns are gone before the copy of the gradient is, whose bias has sums along adjacent elements
+        assert found[1] is not None
+        assert [type(group).__name__ for group in found[1].groups] == ["Unfolded", "Held"]
+        assert [sum(group) for group in found[1].groups] == [64 * 9 * 32 * 32 * 2, gradient.nbytes]
+
+
+def test_the_copy_of_a_convolutions_weight_is_taken_after_its_result() -> None:
+    images = torch.empty(8, 64, 32, 32, device="meta").to(memory_format=torch.channels_last)
+    weight = torch.empty(128, 64, 3, 3, device="meta")
+    call = (images, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    found = Temporaries.of(torch.ops.aten.convolution.default, call, {}, T4)
+    assert found is not None
+    assert found.groups == ((weight.nbytes,),)
+    assert found.held_bytes == 0
+
+
 def test_logsumexp_takes_its_exponentials() -> None:
     rows = torch.empty(128, 4096, device="meta")
 

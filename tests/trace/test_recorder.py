@@ -46,6 +46,14 @@ def sizes(recorder: Ledger) -> list[int]:
     return [event[1] for event in recorder.finish().raw]
 
 
+def test_what_is_made_on_meta_for_its_shape_takes_no_memory(mode: FakeTensorMode, recorder: Recorder) -> None:
+    given = fake(mode, 64)
+    with recorder:
+        made = [torch.empty_like(given, device="meta") for _ in range(3)]  # a recipe is known from the second on
+        kept = torch.empty_like(given)
+    assert sizes(recorder) == [kept.nbytes], made
+
+
 # -- against the ledger ------------------------------------------------------------------------
 
 
