@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,6 +16,7 @@ from memlab.runtime.homes import home_of
 from memlab.runtime.lifetimes import is_shared
 from memlab.techniques.precision.moments import join_master, split_master
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _of: MutableMapping[torch.Tensor, weakref.ref[Masters]] = WeakIdKeyDictionary()
 
 
@@ -21,6 +25,17 @@ def masters_of(tensor: torch.Tensor) -> Masters | None:
     there = _of.get(tensor)
     found = None if there is None else there()
     return found if found is not None and tensor in found else None
+
+
+def _alone(method: _Method) -> _Method:
+    """Have a method run while no other thread changes what is kept."""
+
+    @functools.wraps(method)
+    def locked(self: Masters, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast("_Method", locked)
 
 
 class Masters:
@@ -43,6 +58,7 @@ class Masters:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []  # all that were split
         self._rest: dict[int, torch.Tensor] = {}  # by id: the lower half in int16, or the master
+        self.lock = threading.RLock()  # held while any of that is changed: another thread may save the model meanwhile
 
     def __contains__(self, tensor: object) -> bool:
         return id(tensor) in self._rest
@@ -55,6 +71,7 @@ class Masters:
         """Copies that are kept beside the tensors."""
         return tuple(self._rest.values())
 
+    @_alone
     def split(self, tensor: torch.Tensor, *, whole: bool) -> None:
         """Keep a tensor in bf16 from now on, its gradient along with it.
 
@@ -68,6 +85,7 @@ class Masters:
         self._rest[id(tensor)] = tensor.data if whole else low
         _set_data(tensor, high)
 
+    @_alone
     def join(self, tensor: torch.Tensor) -> None:
         """Give a tensor its master back for good; harmless when done."""
         if tensor in self:
@@ -78,6 +96,7 @@ class Masters:
 
     # -- looked at -----------------------------------------------------------------------------
 
+    @_alone
     def values(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The master of a tensor, where it rests; None when it is in its place. Who writes to it shows it first."""
         rest = self._rest.get(id(tensor))
@@ -90,6 +109,7 @@ class Masters:
             # past its base, a view of other bits, by which it would seem to be held
             return join_master(tensor.data.to(rest.device), rest).to(home_of(tensor)).data
 
+    @_alone
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor's values, wherever they are."""
         values = self.values(tensor)
@@ -97,10 +117,12 @@ class Masters:
             return tensor.detach().clone()
         return values.clone() if self._is_whole(tensor) else values
 
+    @_alone
     def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Take `values` for the master from now on: somebody holds them, or has written to them."""
         self._rest[id(tensor)] = values
 
+    @_alone
     def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """As `values`, for somebody who will hold them."""
         values = self.values(tensor)
@@ -108,6 +130,7 @@ class Masters:
             self.keep(tensor, values)
         return values
 
+    @_alone
     def write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Give a tensor other values in fp32, in place of those it has, wherever they are."""
         rest = self._rest[id(tensor)]
@@ -121,6 +144,7 @@ class Masters:
             tensor.copy_(high)
             rest.copy_(low)
 
+    @_alone
     def replace(self, tensor: torch.Tensor, values: torch.Tensor) -> bool:
         """Take other values for the master, as for ``tensor.data = values``; False where they are not for that."""
         is_like = values.shape == tensor.shape and values.device == home_of(tensor) and values.is_floating_point()
@@ -130,6 +154,7 @@ class Masters:
             return True
         return False
 
+    @_alone
     def settle(self) -> None:
         """Bring bf16 values in line with masters that were shown, and let those go that nobody holds any more."""
         with _for_training():
@@ -153,12 +178,15 @@ class Masters:
         """Context in which tensors are their masters, with gradients in fp32; what is written or dropped there stays so."""
         split = [tensor for tensor in tensors if tensor in self]
         gradients = [tensor.grad for tensor in split]
-        # written to again: new ones at every step would end up in ever other places, and break up the allocator's segments
-        before = {id(tensor): (tensor.data, self._rest[id(tensor)]) for tensor in split if self._belongs(tensor)}
+        before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         storages = {}
         shown: dict[int, torch.Tensor | None] = {}  # gradients in fp32
         try:
-            with _for_training():
+            with self.lock, _for_training():
+                # written to again: new ones at every step would end up in ever other places, and break up the allocator's segments
+                before |= {
+                    id(tensor): (tensor.data, self._rest[id(tensor)]) for tensor in split if self._belongs(tensor)
+                }
                 for tensor, gradient in zip(split, gradients, strict=True):
                     tensor.grad = None
                     tensor.data = self._joined(tensor)
@@ -166,7 +194,7 @@ class Masters:
                     tensor.grad = shown[id(tensor)] = None if gradient is None else gradient.float()
             yield
         finally:
-            with _for_training():
+            with self.lock, _for_training():
                 joined = [tensor for tensor in split if tensor.dtype is torch.float32]
                 for at, tensor in enumerate(split):
                     if id(tensor) in shown:

@@ -97,14 +97,15 @@ class OwnForm:
 
     def _save(self, there: weakref.ref[nn.Module], destination: Any, prefix: str, keep_vars: bool) -> None:
         module: Any = there()
-        with torch._C.DisableTorchFunctionSubclass():  # reading for a file is no touch
-            type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
-        if keep_vars:
-            return
-        for name, tensor in _tensors_of(module):
-            key = prefix + name
-            if key in destination and (values := self._masters.show(tensor)) is not None:
-                destination[key] = values.detach()
+        with self._masters.lock:
+            with torch._C.DisableTorchFunctionSubclass():  # reading for a file is no touch
+                type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
+            if keep_vars:
+                return
+            for name, tensor in _tensors_of(module):
+                key = prefix + name
+                if key in destination and (values := self._masters.show(tensor)) is not None:
+                    destination[key] = values.detach()
 
     def _load(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> None:
         module: Any = there()
