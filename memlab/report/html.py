@@ -49,6 +49,7 @@ _PLAN_PIXELS = 300  # and that of the plans, in two lines
 # where the page is wide enough for that, what is written in a column stays in one line
 _IN_ONE_LINE = ";min-width:clamp(0px,(100cqw - {}px)*9,{}ch)"
 _SENTENCES = ";min-width:clamp(4em,100cqw - 560px,12em)"
+_EXPLAINED = "clamp(9em,100cqw - 600px,14em)"
 # what is predicted is paler and dashed, in every picture
 _PREDICTED = "opacity:.65;border-bottom:1px dashed currentColor"
 _GREY = "#9AA5B1"
@@ -172,8 +173,10 @@ def _plan_cell(plan: str, each: TableRow, rule: str) -> str:
         if each.below
         else ""
     )
-    style = f"{_CELL};text-align:left;font-weight:400;min-width:{14 if each.below else 10}em{rule}"
-    return f'<th scope="row" style="{style}"><code style="{_CODE}">{_unbroken(plan)}</code>{mark}{below}</th>'
+    style = f"{_CELL};text-align:left;font-weight:400;min-width:{_EXPLAINED if each.below else '10em'}{rule}"
+    # an ablation has most columns: on a narrow page its flags and their values stand in two lines
+    words = escape(plan) if each.below else _unbroken(plan)
+    return f'<th scope="row" style="{style}"><code style="{_CODE}">{words}</code>{mark}{below}</th>'
 
 
 def _bar(bar: Bar, of: _Placed) -> str:
