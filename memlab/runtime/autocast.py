@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from memlab.runtime.graphs import repeatable_hooks
 from memlab.runtime.interrupts import deferred_interrupts
@@ -109,13 +110,14 @@ class CallSettings:
     """Settings that choose kernels and defaults at one moment (`sdpa_kernel`, `cudnn.flags`, `torch.device`), to be entered again.
 
     Other kernels save other tensors, and give other rounding; the default device is that of a thread. So are variables of
-    `contextvars`, among them the contexts of `decimal` and NumPy.
+    `contextvars`, among them the contexts of `decimal` and NumPy. Their lists and dicts are copied: a model may collect in them
+    what comes later, whose graph holds these settings, and no garbage collector sees such a circle.
     """
 
     def __init__(self) -> None:
         self._values: list[Any] = [read() for read, _ in _CHOICES]
         self._device = torch.get_default_device()
-        self._variables = contextvars.copy_context()
+        self.variables = [(each, tree_map(_same, value)) for each, value in contextvars.copy_context().items()]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -126,10 +128,14 @@ class CallSettings:
                     write(value)
             if torch.get_default_device() != self._device:
                 stack.enter_context(self._device)
-            for variable, value in self._variables.items():
+            for variable, value in self.variables:
                 if variable.get(_UNSET) is not value:
                     stack.callback(variable.reset, variable.set(value))
             yield
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 class CallContext:

@@ -168,13 +168,23 @@ class BesideParameters(Mapping):
 
 
 class Variable(Container):
-    """A context variable that has a value."""
+    """A context variable that has a value; a backward pass may come when it has none any more."""
 
     def read(self) -> Items:
-        return {None: self.held.get()}
+        try:
+            return {None: self.held.get()}
+        except LookupError:
+            return {}
 
     def write(self, key: Any, value: Any) -> None:
-        self.held.set(value)
+        if value is not ABSENT:
+            token = self.held.set(value)
+            self._unset = token if token.old_value is contextvars.Token.MISSING else None
+        elif self._unset is not None:
+            self.held.reset(self._unset)
+            self._unset = None
+
+    _unset: contextvars.Token[Any] | None = None  # takes the value away again
 
 
 class Gradients(Container):
@@ -420,20 +430,20 @@ class Slots(MutableMapping[str, Any]):
     """Attributes of an object that its classes list in `__slots__`, as a mapping that writes through."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner = owner
+        self.owner = owner
         self._places = _slots_of(type(owner))
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return self._places[name].__get__(self._owner)
+            return self._places[name].__get__(self.owner)
         except AttributeError:
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._places[name].__set__(self._owner, value)
+        self._places[name].__set__(self.owner, value)
 
     def __delitem__(self, name: str) -> None:
-        self._places[name].__delete__(self._owner)
+        self._places[name].__delete__(self.owner)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._places if name in self)

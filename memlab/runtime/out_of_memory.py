@@ -27,6 +27,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 
 import torch
 
+from memlab.runtime.dropped_graphs import let_go
 from memlab.units import GIB, KIB, MIB
 
 _NCCL_CALL = r"CUDA (?:host )?(?:alloc|malloc|calloc)(?: async)?"
@@ -138,6 +139,7 @@ def release(error: BaseException, until: FrameType | None = None) -> None:
 
 def collect() -> None:
     """Free what only cycles keep, and give the allocator's cache back."""
+    let_go()
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
         torch.cuda.empty_cache()

@@ -25,6 +25,7 @@ from memlab.runtime import hooks
 from memlab.runtime.aliases import put_back
 from memlab.runtime.autocast import CallSettings
 from memlab.runtime.dispatch import StorageWatch, defers
+from memlab.runtime.dropped_graphs import held_by_graph
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.lifetimes import storage_of
@@ -94,6 +95,7 @@ class Run:
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
+        held_by_graph(self._state, self._others, self.settings.variables)
 
     @property
     def cannot_be_repeated(self) -> bool:

@@ -32,6 +32,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
 from memlab.runtime.autocast import CallSettings, autocast_as_before, without_cached_casts
 from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.dropped_graphs import held_by_graph
 from memlab.runtime.model_state import State, Written
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.stand_ins import method_of, stand_in
@@ -183,6 +184,7 @@ class Tiling(Technique):
             ranges = row_ranges(rows.shape[-2], min(self.plan.tiling, rows.shape[-2]))
             tiles = (rows[..., start:stop, :] for start, stop in ranges)
             settings, state = CallSettings(), State(part.owner.modules(), (), Written(), hidden.device)
+            held_by_graph(state, settings.variables)
             comparison = Comparison(next(numbers), self.field, name)
 
             def again(rows: torch.Tensor) -> Any:
