@@ -1258,3 +1258,43 @@ def test_an_output_without_rows_that_nobody_has_judged_is_refused() -> None:
         "accumulation: output has no rows, and is another one for each part of a batch, and there is no memory to see what the "
         "whole batch would leave; use --checkpoint or --offload activations, which keep the batch whole"
     )
+
+
+class _Pooled(nn.Module):
+    """Gradients of its normalisation are sums over all positions, most of which half precision loses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.head(self.norm(self.inner(x)).mean(1)), y)}
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", "--precision pure-bf16", "autocast", "bf16 weights"])
+def test_sums_that_half_precision_loses_are_no_reason_to_refuse(flags: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = _Pooled(), torch.randn(8, 512, 16), torch.randint(0, 2, (8,))
+    if flags == "bf16 weights":
+        model, x = model.bfloat16(), x.bfloat16()
+    plan = flags if flags.startswith("--") else ""
+    with (
+        fit(Workload(model, torch.optim.SGD(model.parameters())), f"--accumulate 2 {plan}"),
+        torch.autocast("cpu", torch.bfloat16, enabled=flags == "autocast"),
+    ):
+        model(x, y)["loss"].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_rows_that_depend_on_each_other_are_refused_in_half_precision() -> None:
+    class Centred(_Pooled):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            shown = x + self.inner(x)
+            return super().forward(shown * (1 - shown.detach().mean(0)), y)
+
+    model = Centred()
+    with (
+        fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 2 --bf16"),
+        pytest.raises(RefusalError, match="accumulation: "),
+    ):
+        model(torch.randn(8, 512, 16), torch.randint(0, 2, (8,)))["loss"].backward()

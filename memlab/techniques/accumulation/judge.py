@@ -10,7 +10,7 @@ Numbered rules:
 3. A gradient may differ by `TOLERANCE` of its size, or of a partial sum's where parts cancel, or of a twentieth of that of the
    largest gradient; an output by that share of its largest value. In half precision by `LOW_TOLERANCE`. Where a gradient differs
    by more, the run together is repeated with noise on its products (`rounding`), and may differ by some times as much as that
-   changes it.
+   changes it. Where half precision rounds more away than that (in sums over many rows), both are repeated in fp32.
 4. It is done with all rows, or if memory does not suffice with those of one micro-batch. Where that is one row, and two do not fit,
    there is no judgement. What all rows, or as many as fit, return and leave is compared in either case, without gradients
    (`Judge.compared_rows`).
@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
+from memlab.runtime.autocast import CallContext
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.lazy import as_saved
@@ -36,6 +38,7 @@ from memlab.techniques.accumulation.agreement import DisagreementError
 from memlab.techniques.accumulation.judgement import Judgement, SumsError
 from memlab.techniques.accumulation.noise import Order, StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.rounding import InFull
 from memlab.techniques.accumulation.rows import unlike_rows
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict, unjudged
@@ -63,7 +66,8 @@ class Judge:
         # how many rows of the last call were run together and apart, at least without gradients
         self.compared_rows = 0
         # one comparison; it is given the call, and which rows of which layout
-        self._attempt = partial(Judgement, model, name, probe, per_part, is_low or probe.is_low)
+        self._is_low = is_low or probe.is_low
+        self._attempt = partial(Judgement, model, name, probe, per_part, self._is_low)
 
     def judge(self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
         """Return whether this call may be split into so many parts.
@@ -83,7 +87,7 @@ class Judge:
                 if rows > max(2, micro_rows) and not self._has_room_for(call, whole, layout, rows):
                     raise torch.OutOfMemoryError("rows together are expected to take more memory than is free")
                 with exact_products():
-                    verdict = self._judged(call, _some(whole, layout, rows), layout, ranges)
+                    verdict = self._judged_twice(call, _some(whole, layout, rows), layout, ranges)
                 self.compared_rows = rows if rows == layout.rows else compared(verdict)
                 return verdict
             except BaseException as error:
@@ -101,6 +105,17 @@ class Judge:
                 return None
             rows = max(2, micro_rows)
             ranges = row_ranges(rows, 2)
+
+    def _judged_twice(self, *of_call: Any) -> SplitVerdict:
+        """Judge; in half precision once more with less rounding, where rows give something else: it may be most of a gradient."""
+        try:
+            return self._judged(*of_call)
+        except RefusalError:
+            if self._is_low or CallContext().is_on:
+                # there may be no room in full precision, or code that takes no other
+                with suppress(Exception), InFull():
+                    return self._judged(*of_call)
+            raise
 
     def _judged(
         self, call: Callable[..., Any], whole: Call, layout: Layout, ranges: list[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""`Rounding`: rounds matrix products otherwise, which tells how much of a gradient is rounding.
+"""`Rounding`: rounds matrix products otherwise, which tells how much of a gradient is rounding; `InFull`: rounds less.
 
 The same rows give other last digits in batches of other sizes, as libraries cut products into other blocks. Where outputs
 have come close to their targets, the gradient is a difference of nearly equal numbers, and these digits are most of it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from memlab.runtime.dispatch import MATRIX_PRODUCTS, WatchingMode
 
@@ -18,6 +19,7 @@ TIMES = 8
 # gradient is a thousandth off)
 STRONG = 16
 _aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
 _PRODUCTS = MATRIX_PRODUCTS | {_aten.linear.default, _aten.convolution.default, _aten.convolution_backward.default}
 
 
@@ -49,6 +51,28 @@ class Rounding(WatchingMode):
         drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
         size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
         product.add_(drawn.mul_(size * self._times * torch.finfo(product.dtype).eps))
+
+
+class InFull(WatchingMode):
+    """Computes in fp32 what would be computed in half precision.
+
+    Sums over many rows in half precision can lose most of what they add up, and another part for other numbers of rows.
+    """
+
+    def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # gradients of weights in half precision are cast to it by the engine
+        is_engines = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if func is _aten._to_copy.default and kwargs.get("dtype") in _HALF and not is_engines:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        schema = func._schema
+        if schema.is_mutable or any(each.alias_info for each in schema.returns):
+            return func(*args, **kwargs)
+        full_args, full_kwargs = tree_map(_in_full, (args, kwargs))
+        return func(*full_args, **full_kwargs)
+
+
+def _in_full(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
 
 
 def is_switched(difference: float, little: float, much: float) -> bool:
