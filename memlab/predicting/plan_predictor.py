@@ -338,8 +338,10 @@ class PlanPredictor:
         """Return what comes once, the higher one of two."""
         is_split = len(sizes) > 1
         looks = [self._passes.first(settings, sizes[0], is_split=is_split)]
-        looks += [self._look_at_rows(plan)] if is_split else []
-        looks += [self._first_in_16_bits(settings, sizes)] if settings.precision in _IN_16_BITS else []
+        if is_split:  # a look at few rows is the first pass
+            looks.append(self._look_at_rows(plan))
+        elif settings.precision in _IN_16_BITS:
+            looks.append(self._first_in_16_bits(settings, sizes))
         return max((look for look in looks if look is not None), key=lambda look: sum(look.shape.peak), default=None)
 
     def _first_in_16_bits(self, settings: Plan, sizes: Sequence[int]) -> Segment | None:
