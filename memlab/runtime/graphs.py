@@ -169,6 +169,11 @@ def functions_of_users(nodes: Iterable[Any]) -> list[str]:
     return [each.__name__ for each in functions if each is not None and not is_of_library(each.__module__)]
 
 
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has one. What stands in its place for a call (`functional_call`) has none, and torch warns who asks."""
+    return parameter.is_leaf and parameter.grad is not None
+
+
 def is_transformed() -> bool:
     """Return whether the thread is within a transform of torch.func: tensors made there may have no storage."""
     return torch._C._are_functorch_transforms_active()
@@ -184,6 +189,8 @@ def why_as_written() -> str:
         >>> why_as_written()
         ''
     """
+    if torch.compiler.is_compiling():  # which takes transforms apart itself, and cannot look at what follows
+        return ""
     if is_transformed():
         return "inside of torch.func transforms"
     if forward_ad._current_level >= 0:

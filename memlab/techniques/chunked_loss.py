@@ -30,6 +30,7 @@ from memlab.plan import Plan
 from memlab.runtime.autocast import autocast_as_before
 from memlab.runtime.callers import handed_over
 from memlab.runtime.dispatch import never_compile
+from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
@@ -159,7 +160,8 @@ def _deferring(head: nn.Linear, made: Callable[[DeferredLogits], None]) -> Calla
 
     @functools.wraps(original)
     def deferring(hidden: torch.Tensor) -> Any:
-        if not (head.training and torch.is_grad_enabled()) or type(head).forward is not product:
+        is_derived = head.training and torch.is_grad_enabled() and not why_as_written()
+        if not is_derived or type(head).forward is not product:
             return original(hidden)
         logits = DeferredLogits.of(hidden, head)
         made(logits)

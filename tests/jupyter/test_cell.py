@@ -65,6 +65,23 @@ def test_most_steps_of_a_millisecond_run_without_memlab_and_all_are_counted(
     assert [step.step for step in RunRecord.load(tmp_path / "run.json").steps][-5:] == [55, 81, 82, 83, 84]
 
 
+@pytest.mark.parametrize("flags", ["", "--accumulate 2", "--capacity 1GiB"])
+def test_calls_with_computed_weights_bring_no_warnings_of_torch(made: Cell, flags: str) -> None:
+    ran = made(f"""%%memfit {flags}
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for _ in range(4):
+        weights = {{name: 2 * parameter for name, parameter in model.named_parameters()}}
+        torch.func.functional_call(model, weights, (inputs,)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""")
+    assert ran.error is None
+    assert ".grad" not in ran.out + ran.err
+    assert "4 steps" in ran.out
+
+
 def test_flags_set_the_plan_which_stays_and_rows_add_up_across_cells(shell: Any, made: Cell) -> None:
     made(f"%%memfit\n{TRAIN}")
     made(f"%%memfit --accumulate 4\n{TRAIN}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -236,6 +237,45 @@ def test_tracers_scripts_and_transforms_see_the_model() -> None:
         assert (
             said.count("calls inside of torch.func transforms are left as they are: the plan does not apply there") == 1
         )
+
+
+class Vocabulary(nn.Module):
+    """A feed-forward part whose weights have 1 MiB, and a head onto a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(128, 2048), nn.GELU(), nn.Linear(2048, 128))
+        self.head = nn.Linear(128, 2048)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.part(rows))
+        return out
+
+
+@pytest.mark.parametrize(("plan", "half"), [("--chunk-loss", False), ("--tile 2", False), ("--tile 2 --bf16", True)])
+def test_settings_of_parts_leave_calls_alone_that_are_as_they_are_written(plan: str, half: bool) -> None:
+    model, rows, targets = Vocabulary(), torch.randn(6, 128), torch.arange(6)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tangents = {name: torch.ones_like(value) for name, value in weights.items()}
+
+    def loss(weights: dict[str, torch.Tensor], rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (rows,)), targets)
+
+    def without_hooks() -> list[torch.Tensor]:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            return list(torch.autograd.grad(F.cross_entropy(model(rows), targets), list(model.parameters())))
+
+    def found() -> list[torch.Tensor]:
+        of_all = torch.func.grad(loss)(weights, rows, targets)
+        of_each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, rows[:, None], targets[:, None])
+        forward = torch.func.jvp(lambda given: loss(given, rows, targets), (weights,), (tangents,))
+        return [*of_all.values(), *of_each.values(), *forward, *without_hooks()]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        expected = found()
+        with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), plan):
+            model(rows).sum().backward()
+            assert all(map(torch.equal, found(), expected))
 
 
 def test_hooks_run_once_around_the_call() -> None:

@@ -33,6 +33,7 @@ from memlab.plan import Loss, Plan, Precision
 from memlab.runtime.autocast import CallSettings, autocast_as_before, without_cached_casts
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.dropped_graphs import held_by_graph
+from memlab.runtime.graphs import why_as_written
 from memlab.runtime.model_state import State, Written
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.stand_ins import method_of, stand_in
@@ -175,7 +176,7 @@ class Tiling(Technique):
         @functools.wraps(original)
         def tiled(*args: Any, **kwargs: Any) -> Any:
             hidden = _only_tensor(args, kwargs)
-            is_training = part.owner.training and torch.is_grad_enabled()
+            is_training = part.owner.training and torch.is_grad_enabled() and not why_as_written()
             is_whole = id(part.owner) not in self._row_parts or has_hooks(part)
             if hidden is None or hidden.dim() < 2 or not hidden.numel() or not is_training or is_whole:
                 return original(*args, **kwargs)
@@ -216,7 +217,7 @@ class Tiling(Technique):
                 return original(*args, **kwargs)
             inputs = _only_tensor(args, kwargs)
             dtype = None if inputs is None else _cast_to(inputs, linear)
-            if dtype is None or not (module.training and torch.is_grad_enabled()):
+            if dtype is None or not (module.training and torch.is_grad_enabled()) or why_as_written():
                 return original(*args, **kwargs)
             assert inputs is not None
             self._tiled["layers"].add(id(module))
