@@ -35,8 +35,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from memlab.errors import MemlabError, first_line
+from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.callers import OWN_FOLDER
+from memlab.runtime.dispatch import is_compilers_failure
 from memlab.runtime.observer import Observer
 
 # IPython's shells are configured at run time: the attributes used here are typed as anything
@@ -137,6 +138,13 @@ def beside(what: str, say: Callable[[str], None] = tell) -> Iterator[None]:
         say(f"{what} failed in memlab itself ({first_line(error)}); the cell is not affected")
 
 
+_NOT_ONE_GRAPH = (
+    "torch.compile cannot make one graph (fullgraph=True, compiled autograd) of a function or a backward pass with code of "
+    "the plan in it",
+    "let it make several, or leave the plan out",
+)
+
+
 class CellErrors(Observer):
     """What memlab has refused in a cell, in any of its models, and what of its own has failed there."""
 
@@ -181,6 +189,8 @@ def refusal_in(error: BaseException | None) -> MemlabError | None:
     None for other errors, and for those of calls to memlab that stand in the user's code.
     """
     while error is not None:
+        if is_compilers_failure(error):
+            return RefusalError("session", *_NOT_ONE_GRAPH, in_loop=True)
         if isinstance(error, MemlabError) and (error.in_loop or _was_called_by_torch(error.__traceback__)):
             return error
         error = error.__cause__

@@ -11,7 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from memlab.runtime.callers import OWN_FOLDER
+
 Function = TypeVar("Function", bound=Any)
+_LEFT_ALONE = "code of memlab is not compiled"
 _deferring: dict[type, bool] = {}
 # operators that multiply matrices, on a GPU by cuBLAS
 MATRIX_PRODUCTS = frozenset(
@@ -54,6 +57,7 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
 def never_compile(function: Function) -> Function:
     """Have torch.compile leave calls of a function alone, and what it calls, at no cost for a call."""
     function._torchdynamo_disable = True  # what `torch._dynamo.disable` sets, without its import of the compiler
+    function._torchdynamo_disable_msg = _LEFT_ALONE
     of_torch = torch._C._dynamo.eval_frame
     if hasattr(of_torch, "set_code_exec_strategy"):  # not in older torch
         skip = of_torch._FrameAction.SKIP
@@ -62,6 +66,13 @@ def never_compile(function: Function) -> Function:
 
 
 never_compile(WatchingMode.__torch_dispatch__)
+
+
+def is_compilers_failure(error: BaseException) -> bool:
+    """Return whether torch.compile failed on code of memlab, in what it had to make one graph of."""
+    of_others = hasattr(error, "innermost_user_frame_summary")  # which the compiler hangs on errors that it lets through
+    is_compilers = of_others or type(error).__module__ == "torch._dynamo.exc"
+    return is_compilers and any(mark in str(error) for mark in (_LEFT_ALONE, OWN_FOLDER))
 
 
 def is_within_compiled_call() -> bool:

@@ -298,6 +298,25 @@ def test_a_compiled_model_is_no_reason_to_refuse(made: Cell) -> None:
     assert "--accumulate 4" in ran.out
 
 
+@pytest.mark.parametrize("flags", ["--precision pure-bf16", "--offload params"])
+def test_a_function_of_the_loop_that_is_compiled_as_one_graph(shell: Any, cell: Cell, flags: str) -> None:
+    blocks = "torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(3)))"
+    cell(f"""{MAKE}model, inputs = {blocks}, torch.randn(4, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+@torch.compile(backend="eager", fullgraph=True)
+def loss_of(inputs):
+    return model(inputs).square().mean()
+before = [parameter.detach().clone() for parameter in model.parameters()]
+""")
+    assert one_line(cell(f"%%memfit {flags}\nmodel\nloss_of(inputs).backward()\noptimizer.step()")) == (
+        "session: torch.compile cannot make one graph (fullgraph=True, compiled autograd) of a function or a backward pass "
+        "with code of the plan in it; let it make several, or leave the plan out"
+    )
+    assert session_of(shell.user_ns["model"]).plan.label == "as written"
+    assert all(map(torch.equal, shell.user_ns["model"].parameters(), shell.user_ns["before"]))
+    assert cell("%%memfit\nmodel\nloss_of(inputs).backward()\noptimizer.step()").error is None
+
+
 def test_missing_bitsandbytes(made: Cell, unchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     said = refused(made, unchanged, "%%memfit --adam8bit")
