@@ -9,7 +9,7 @@ import torch
 
 from memlab.records import Category, Phase
 from memlab.runtime.batch import Batch
-from memlab.runtime.graphs import has_gradient
+from memlab.runtime.graphs import gradient_of
 from memlab.runtime.observer import Observer
 from memlab.runtime.tree import tensors_in
 
@@ -27,7 +27,8 @@ def parameters_of(model: torch.nn.Module) -> Iterator[Holding]:
 
 def gradients_of(model: torch.nn.Module) -> Iterator[Holding]:
     """Gradients of a model's parameters."""
-    return ((Category.GRADIENTS, p.grad) for p in model.parameters() if has_gradient(p))
+    gradients = map(gradient_of, model.parameters())
+    return ((Category.GRADIENTS, gradient) for gradient in gradients if gradient is not None)
 
 
 def state_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Holding]:

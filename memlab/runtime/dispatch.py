@@ -70,7 +70,9 @@ never_compile(WatchingMode.__torch_dispatch__)
 
 def is_compilers_failure(error: BaseException) -> bool:
     """Return whether torch.compile failed on code of memlab, in what it had to make one graph of."""
-    of_others = hasattr(error, "innermost_user_frame_summary")  # which the compiler hangs on errors that it lets through
+    of_others = hasattr(
+        error, "innermost_user_frame_summary"
+    )  # which the compiler hangs on errors that it lets through
     is_compilers = of_others or type(error).__module__ == "torch._dynamo.exc"
     return is_compilers and any(mark in str(error) for mark in (_LEFT_ALONE, OWN_FOLDER))
 

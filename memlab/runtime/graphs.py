@@ -169,9 +169,9 @@ def functions_of_users(nodes: Iterable[Any]) -> list[str]:
     return [each.__name__ for each in functions if each is not None and not is_of_library(each.__module__)]
 
 
-def has_gradient(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has one. What stands in its place for a call (`functional_call`) has none, and torch warns who asks."""
-    return parameter.is_leaf and parameter.grad is not None
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter's gradient. What stands in its place for a call (`functional_call`) has none, and torch warns who asks."""
+    return parameter.grad if parameter.is_leaf else None
 
 
 def is_transformed() -> bool:

@@ -36,7 +36,7 @@ from torch.utils.weak import TensorWeakRef
 from memlab.errors import TraceError, WorkloadError
 from memlab.runtime.batch import Batch
 from memlab.runtime.callers import handed_over
-from memlab.runtime.graphs import has_gradient
+from memlab.runtime.graphs import gradient_of
 from memlab.runtime.hooks import loss_of
 from memlab.runtime.loop_mode import UncompiledMode, called_from_loop
 from memlab.runtime.reach import SMALL_BYTES
@@ -204,7 +204,7 @@ class Recorder(UncompiledMode):
             for tensor in model.parameters()
             if (place := self._places[id(tensor)])
         )
-        self._gradients = [place for place, tensor in parts if has_gradient(tensor)]
+        self._gradients = [place for place, tensor in parts if gradient_of(tensor) is not None]
         self._first_node = torch._C._autograd._get_sequence_nr()
         _recorders[threading.get_ident()] = self
         super().begin()
@@ -323,7 +323,7 @@ class Recorder(UncompiledMode):
             return None
         if not self._shapes:
             self._shapes = Batch(args, dict(kwargs)).shapes
-            self._keeps_gradients = any(has_gradient(p) for each in self._models for p in each.parameters())
+            self._keeps_gradients = any(gradient_of(p) is not None for each in self._models for p in each.parameters())
         self._within = self._entry(_Call(number, model.training), (args, dict(kwargs)))
         self._leave()
         return self._within

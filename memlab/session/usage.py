@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from memlab.plan import Gradients, Plan
-from memlab.runtime.graphs import has_gradient
+from memlab.runtime.graphs import gradient_of
 from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce
 from memlab.session.log import Log
@@ -28,7 +28,7 @@ class Usage:
     def begin(self, *, is_within_step: bool = False) -> None:
         """Begin with another loop; `is_within_step` if the model was called and its optimizer has not stepped yet."""
         # an update without a call may be that of a call in an earlier cell
-        self._was_begun = is_within_step or any(map(has_gradient, self._workload.model.parameters()))
+        self._was_begun = is_within_step or any(gradient_of(p) is not None for p in self._workload.model.parameters())
         self._is_in_first_step = not self._was_begun
         self.ends_earlier_step = False  # whether the loop has made such an update
         self.was_called = False  # whether the loop has called the model to train it
