@@ -175,18 +175,20 @@ class Calls:
     def _call_unguarded(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward as the loop wrote it; should memory run out against all evidence, guard it and what follows."""
         recovery = self.rescuer.recovery
-        start, weights = Start(self._model, self.rescuer.device, None), Weights(self._model)
+        weights = Weights(self._model)
+        start: Start | None = None
         oom: BaseException | None = None
         try:
+            start = Start(self._model, self.rescuer.device, None)  # for whose copies memory may run out as well
             return run(*args, **kwargs)
         except BaseException as error:
-            if not (weights.are_untouched and recovery.can_rescue(error)) or self._reads_on():
+            if not (weights.are_untouched and recovery.can_rescue(error)) or (start is not None and self._reads_on()):
                 raise
             oom = error
         assert self._evidence is not None
         self._evidence.ran_out()
         recovery.rows = Batch(args, kwargs).rows or 1
-        recovery.make_room(oom, Place.FORWARD, start.begin_again)
+        recovery.make_room(oom, Place.FORWARD, start.begin_again if start is not None else lambda: None)
         return self.run(run, args, kwargs)
 
     def _reads_on(self) -> bool:
@@ -205,16 +207,22 @@ class Calls:
         """Run a forward, again under other plans where memory runs out."""
         recovery = self.rescuer.recovery
         recovery.rows = Batch(args, kwargs).rows or 1
-        start, weights = Start(self._model, self.rescuer.device), Weights(self._model)
+        weights = Weights(self._model)
+        start: Start | None = None
+
+        def work() -> Any:
+            nonlocal start
+            start = start or Start(self._model, self.rescuer.device)
+            return run(*args, **kwargs)
 
         def make_room(oom: BaseException) -> None:
             nonlocal weights
-            if start.state.unreadable or not weights.are_untouched:
+            if start is not None and (start.state.unreadable or not weights.are_untouched):
                 raise oom
-            recovery.make_room(oom, Place.FORWARD, start.begin_again)
+            recovery.make_room(oom, Place.FORWARD, start.begin_again if start is not None else lambda: None)
             weights = Weights(self._model)
 
-        return recovery.until_it_fits(lambda: run(*args, **kwargs), make_room)
+        return recovery.until_it_fits(work, make_room)
 
     def _call_in_backward(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call that a hook of the loop's makes, or a recomputation: the pass around it cannot be repeated from here."""

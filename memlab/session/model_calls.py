@@ -128,7 +128,7 @@ class ModelCalls:
             return original(*args, **kwargs)
         while True:
             is_on_trial = session.switching.is_on_trial
-            start = Start(session.workload.model, session.workload.device) if is_on_trial else None
+            start = self._start() if is_on_trial else None
             weights = Weights(session.workload.model) if is_on_trial else None
             rescuer = session.rescuing
             try:
@@ -142,6 +142,14 @@ class ModelCalls:
                 if not (start and weights and weights.are_untouched and session.switching.falls_back(error)):
                     raise
             start.begin_again()
+
+    def _start(self) -> Start | None:
+        """What a call begins with; None where memory does not suffice for copies of it. The call then runs out as well, and is rescued."""
+        workload = self._session.workload
+        try:
+            return Start(workload.model, workload.device)
+        except torch.OutOfMemoryError:
+            return None
 
 
 def _through(

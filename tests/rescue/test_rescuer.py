@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from memlab.measuring.holdings import parameters_of, state_of
 from memlab.measuring.ledger import Ledger
 from memlab.plan import Plan
 from memlab.rescue import recovery
+from memlab.rescue.evidence import Evidence
 from memlab.rescue.fallback import Place
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.observer import Observer
@@ -185,6 +187,40 @@ def test_code_that_does_not_run_in_16_bits_takes_a_rescue_back(place: str, fault
         assert plans.seen == ["--bf16", "as written"]
         assert session.log[0].text.startswith(f"memory ran out in the {place} pass: ")
     assert all(torch.equal(p.grad, other) for p, other in zip(model.first.parameters(), expected, strict=True))
+
+
+def normed(at: int | None, how: str) -> tuple[list[Any], Faults]:
+    """Weights and averages after three steps of a model with BatchNorm; memory runs out in the third, where copies are made of the averages too."""
+    torch.manual_seed(0)
+    block = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), *block).double()
+    if how == "with hooks":
+        model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    # a GPU on which nothing says that memory could run out
+    roomy = Evidence(torch.device("cuda"), None, lambda: 2**40, lambda: 0)
+    evidence = roomy if how == "unexpectedly" else None
+    faults = Faults(() if at is None else (at,))
+    with fit(Workload(model, optimizer), rescue=Rescuer(["accumulation"], evidence=evidence)) as session:
+        for step, rows in enumerate(torch.randn(3, 6, 4, dtype=torch.float64)):
+            if step == 1:
+                session.switch("--checkpoint" if how == "on trial" else "", on_trial=True)
+            with faults if step == 2 else nullcontext():
+                output = model(rows)
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*model.state_dict().values()], faults
+
+
+@pytest.mark.parametrize("how", ["on trial", "with hooks", "unexpectedly"])
+def test_what_a_call_begins_with_may_find_no_memory(how: str) -> None:
+    expected, counted = normed(None, how)
+    assert counted.count > 5
+    for at in range(1, counted.count + 1):
+        found, faults = normed(at, how)
+        assert faults.failed
+        assert all(map(torch.equal, found, expected)), (at, faults.failed)
 
 
 def test_letting_go_twice_is_harmless() -> None:
