@@ -55,6 +55,7 @@ class Allocator:
         self._expandable = self.settings.expandable_segments
         self._divisions = self.settings.roundup_power2_divisions
         self._max_split = self.settings.max_split_bytes
+        self._block_bytes: dict[int, int] = {}  # by bytes requested
 
     @property
     def reserved_bytes(self) -> int:
@@ -67,9 +68,11 @@ class Allocator:
         return self._device.peak_bytes
 
     def malloc(self, size: int, stream: int = 0, context: Context = NO_CONTEXT) -> Block:
-        if size < 1:
-            raise MemlabError(f"malloc({size}): expected 1 byte or more; torch never asks its allocator for less")
-        rounded = round_size(size, self._divisions)
+        rounded = self._block_bytes.get(size)
+        if rounded is None:
+            if size < 1:
+                raise MemlabError(f"malloc({size}): expected 1 byte or more; torch never asks its allocator for less")
+            rounded = self._block_bytes[size] = round_size(size, self._divisions)
         pool = self._small if rounded <= SMALL_BLOCK_BYTES else self._large
         block = pool.best_fit(rounded, stream)
         if block is None or (self._max_split != UNLIMITED_BYTES and not self._may_serve(block, rounded)):
@@ -87,12 +90,15 @@ class Allocator:
                 f"free({block}): not in use; each block is freed once, by the allocator that handed it out"
             )
         del self._active[block.address]
-        for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED):
-            self._history.add(action, block.address, block.requested, block.stream, block.context)
+        if self._history.on:
+            for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED):
+                self._history.add(action, block.address, block.requested, block.stream, block.context)
         self.allocated_bytes -= block.size
         block.allocated, block.requested, block.context = False, 0, NO_CONTEXT
-        block.absorb(block.prev)
-        block.absorb(block.next)
+        if block.prev is not None:
+            block.absorb(block.prev)
+        if block.next is not None:
+            block.absorb(block.next)
         block.pool.insert(block)
 
     def empty_cache(self) -> None:
@@ -151,7 +157,8 @@ class Allocator:
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.peak_allocated_bytes:  # noqa: PLR1730, RUF100 - max() costs a call, millions of times
             self.peak_allocated_bytes = self.allocated_bytes
-        self._history.add(Action.ALLOC, block.address, requested, block.stream, context)
+        if self._history.on:
+            self._history.add(Action.ALLOC, block.address, requested, block.stream, context)
         return block
 
     def _should_split(self, block: Block, size: int) -> bool:

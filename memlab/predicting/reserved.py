@@ -201,11 +201,12 @@ def _left_by(events: Events) -> Events:
     return list(left.values())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Small:
     """A small storage, which is only counted."""
 
     requested: int
+    rounded: int
 
 
 class _Serving(Player):
@@ -219,6 +220,7 @@ class _Serving(Player):
     def __init__(self, allocator: Allocator, small_bytes: int) -> None:
         super().__init__(allocator)
         self._limit_bytes, self._small_bytes = small_bytes, 0
+        self._smalls: dict[int, _Small] = {}  # by bytes requested
         self.peak_bytes = self.most_small_bytes = 0
 
     def plan_applied(self) -> None:
@@ -227,21 +229,25 @@ class _Serving(Player):
         self.peak_bytes = self._allocator.allocated_bytes + self._small_bytes
 
     def born(self, size_bytes: int, place: int, moment: int = OUTSIDE) -> Any:
-        given: Block | _Small
-        if size_bytes <= self._limit_bytes:
-            given = _Small(size_bytes)
-            self._small_bytes += round_up(size_bytes, MIN_BLOCK_BYTES)
-            self.most_small_bytes = max(self.most_small_bytes, self._small_bytes)
-        else:
+        given: Block | _Small | None
+        if size_bytes > self._limit_bytes:
             given = self._allocator.malloc(size_bytes)
-        self.peak_bytes = max(self.peak_bytes, self._allocator.allocated_bytes + self._small_bytes)
+        else:
+            given = self._smalls.get(size_bytes)
+            if given is None:
+                given = self._smalls[size_bytes] = _Small(size_bytes, round_up(size_bytes, MIN_BLOCK_BYTES))
+            self._small_bytes += given.rounded
+            if self._small_bytes > self.most_small_bytes:
+                self.most_small_bytes = self._small_bytes
+        if (live_bytes := self._allocator.allocated_bytes + self._small_bytes) > self.peak_bytes:
+            self.peak_bytes = live_bytes
         return given
 
     def died(self, storage: Any) -> None:
-        if isinstance(storage, Block):
-            self._allocator.free(storage)
+        if type(storage) is _Small:
+            self._small_bytes -= storage.rounded
         else:
-            self._small_bytes -= round_up(storage.requested, MIN_BLOCK_BYTES)
+            self._allocator.free(storage)
 
 
 def _born(player: Player, sizes: Mapping[int, int], category: Category) -> dict[int, Any]:
