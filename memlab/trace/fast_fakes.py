@@ -1,7 +1,7 @@
 """Operators on fake tensors, several times as fast as `FakeTensorMode` runs them.
 
 A step on a twin repeats the same operators on the same shapes block after block. The first time one is met, the
-official fake mode runs it; what it returned is learnt as a recipe:
+official fake mode runs it, unless its schema says that it only writes or gives views; what it returned is learnt as a recipe:
 
 1. *Written*: the result is an argument (in-place operators). It is returned, and that is all.
 2. *Made*: the results are new storages. They are made from the shapes, strides and dtypes seen.
@@ -84,6 +84,7 @@ class FastFakes:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
+        mode.cache_enabled = False  # what is met again is not asked of the mode again
         self._recipes: dict[Any, Recipe] = {}
         with mode:
             self._template = dict(torch.empty(1, device="cpu").__dict__)
@@ -94,6 +95,13 @@ class FastFakes:
         if key is None:
             return self._official(func, args, kwargs), None
         recipe = self._recipes.get(key)
+        if recipe is None and (written := _only_writes_to(func)) is not None:
+            recipe = self._recipes[key] = Recipe(_WRITTEN, written, tuple if len(written) > 1 else None)
+        if recipe is None and _is_view(func):
+            out = self._viewed(func, args, kwargs)
+            if _share(out if isinstance(out, (list, tuple)) else [out], args):
+                recipe = self._recipes[key] = Recipe(_VIEWED)
+                return out, recipe
         if recipe is None:
             out = self._official(func, args, kwargs)
             recipe = self._recipes[key] = _learnt(func, args, kwargs, out)
@@ -121,6 +129,11 @@ class FastFakes:
     def _made(self, recipe: Recipe) -> Any:
         made = [None if result is None else self._new(*result) for result in recipe.results]
         return made[0] if recipe.container is None else recipe.container(made)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `torch.empty_like` gives for a fake."""
+        is_plain = tensor.is_contiguous()
+        return self._new(tensor.shape, tensor.stride(), tensor.dtype) if is_plain else torch.empty_like(tensor)
 
     def _new(self, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
         return self._wrapped(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
@@ -182,22 +195,44 @@ def _part(value: Any) -> Any:
     return None
 
 
+@functools.cache
+def _only_writes_to(func: Any) -> tuple[int, ...] | None:
+    """Places of the arguments that an operator returns which does nothing but write to them; None of any other."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or _CHANGES_METADATA & set(func.tags) or effect_of(func) == OperatorEffect.RESIZE:
+        return None
+    written = [place for place, each in enumerate(schema.arguments) if each.alias_info and each.alias_info.is_write]
+    is_all = all(returned.alias_info is not None and returned.alias_info.is_write for returned in schema.returns)
+    if not written or not is_all or len(schema.returns) not in (0, len(written)):
+        return None
+    return tuple(written[: len(schema.returns)])
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    aliases = [] if schema is None else [returned.alias_info for returned in schema.returns]
+    is_plain = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    return is_plain and not _CHANGES_METADATA & set(func.tags) and _is_wholly_meta(func)
+
+
+def _share(results: Iterable[torch.Tensor], args: Iterable[Any]) -> bool:
+    inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args])}
+    return all(result.untyped_storage()._cdata in inputs for result in results)
+
+
 def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Recipe:
     schema = getattr(func, "_schema", None)
     if schema is None or _CHANGES_METADATA & set(func.tags) or effect_of(func) == OperatorEffect.RESIZE:
         return Recipe(_OFFICIAL)
     if not schema.returns:
-        return Recipe(_WRITTEN) if out is None else Recipe(_OFFICIAL)
+        return Recipe(_OFFICIAL)
     container = None if isinstance(out, torch.Tensor) else type(out)
     results = (out,) if container is None else out
     if container not in (None, tuple, list) or not _all_fakes(results):
         return Recipe(_OFFICIAL)
     aliases = [returned.alias_info for returned in schema.returns]
-    if all(alias is not None and alias.is_write for alias in aliases):
-        places = [_place(result, args) for result in results]
-        return Recipe(_OFFICIAL) if None in places else Recipe(_WRITTEN, tuple(places), container)
-    inputs = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args, *kwargs.values()])}
-    shares = [result is not None and result.untyped_storage()._cdata in inputs for result in results]
+    shares = [result is not None and _share([result], [*args, *kwargs.values()]) for result in results]
     if all(shares) and _is_wholly_meta(func):
         return Recipe(_VIEWED)
     if any(shares) or any(alias is not None for alias in aliases) or not all(map(_is_own_storage, results)):
@@ -211,10 +246,6 @@ def _all_fakes(results: Iterable[Any]) -> bool:
 
 def _is_plain(fake: FakeTensor) -> bool:
     return fake.constant is None and fake.layout is torch.strided and fake.fake_device != _META
-
-
-def _place(result: Any, args: tuple[Any, ...]) -> int | None:
-    return next((place for place, value in enumerate(args) if value is result), None)
 
 
 def _is_wholly_meta(func: Any) -> bool:
