@@ -8,6 +8,7 @@ that trace nothing the call goes on to where it went before.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -55,10 +56,12 @@ def exists(operator: str) -> bool:
     return bool(torch._C._dispatch_has_kernel(f"aten::{operator}"))
 
 
-def operators_with(key: str) -> set[str]:
+@functools.cache
+def operators_with(key: str) -> frozenset[str]:
     """Every aten operator that has a kernel of its own at a dispatch key."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return {name.removeprefix("aten::") for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(name.removeprefix("aten::") for name in names if has_kernel(name, key))
 
 
 def register(registrations: Iterable[Registration], undo: ExitStack) -> None:
