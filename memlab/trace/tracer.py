@@ -325,7 +325,7 @@ class Tracer:
     ) -> Trace:
         """An update of parameters, each with a gradient; what is held lives before it."""
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = self._fakes.like(parameter)
         gradients = [(Category.GRADIENTS, parameter.grad) for parameter in parameters]
         seen.recorder.begin([*held, *gradients, *state_of(seen.workload.optimizers)])
         seen.start()
@@ -428,6 +428,8 @@ class Tracer:
                 way_back.clear()
                 yield found
                 recorder.stop()
+                for twin in self.twins:
+                    twin.forget()  # what nobody reads again is not turned back by techniques that leave
         except MemlabError:
             raise
         except Exception as error:
