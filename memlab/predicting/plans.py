@@ -28,6 +28,7 @@ from memlab.predicting.targets import interval_seconds
 from memlab.records import Category, Measurement, Prediction, TimelinePoint, thin
 from memlab.runtime.workload import Workload
 from memlab.session.tape import tape_of
+from memlab.trace.tracer import without_collections
 from memlab.units import format_bytes
 
 
@@ -127,10 +128,11 @@ def predicting(
     made: list[Prediction] = []
 
     def of_these(plans: Iterable[Plan | str] | None) -> list[Prediction]:
-        wanted, before = _plans(predictor, plans, predictor.rows), len(made)
-        for plan in wanted:
-            say(f"{len(made) + 1} of {before + len(wanted)}: {plan.label}")
-            made.append(_scaled(_prediction_or_refusal(predictor, plan), factor))
+        with without_collections():
+            wanted, before = _plans(predictor, plans, predictor.rows), len(made)
+            for plan in wanted:
+                say(f"{len(made) + 1} of {before + len(wanted)}: {plan.label}")
+                made.append(_scaled(_prediction_or_refusal(predictor, plan), factor))
         return made[before:]
 
     return of_these

@@ -575,18 +575,30 @@ def _surrogate_loss(workload: Workload, output: Any) -> torch.Tensor:
 
 
 @contextmanager
+def without_collections() -> Iterator[None]:
+    """Have no garbage collected: a collection walks through all objects of the process, and traces make many."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
 def _undisturbed() -> Iterator[None]:
     """Random numbers as they were, and no collection in the middle: deaths then come in the same order every time.
 
     What fails is said in memlab's own words: torch would log a traceback before it.
     """
-    state, collecting, was_quiet = random.getstate(), gc.isenabled(), _log_of_fakes.disabled
-    gc.disable()
+    state, was_quiet = random.getstate(), _log_of_fakes.disabled
     _log_of_fakes.disabled = True
     try:
         # the twin is on the CPU, and so is what its code makes on the default device
         is_elsewhere = torch.get_default_device().type != "cpu"
         with (
+            without_collections(),
             torch.random.fork_rng(devices=[]),
             of_cpu_alone(),
             without_global_hooks(),
@@ -596,5 +608,3 @@ def _undisturbed() -> Iterator[None]:
     finally:
         random.setstate(state)
         _log_of_fakes.disabled = was_quiet
-        if collecting:
-            gc.enable()
