@@ -288,6 +288,9 @@ class PlanPredictor:
         whole = self._passes.whole(without_budget(settings) if is_split else settings)
         sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
         about_outputs = () if is_split else self._about_outputs(settings)
+        look = self._looked(
+            plan, settings, sizes
+        )  # before passes of fewer rows, which have to know how the batch is split
         return whole, Parts(
             base=without_state(levels(whole.observation.baseline_bytes)),
             segments=tuple(self._passes.segments(settings, sizes)),
@@ -295,7 +298,7 @@ class PlanPredictor:
             tokens=whole.tokens,
             host_bytes=self._passes.host_bytes(settings, max(sizes)),
             notes=(*self._passes.notes(settings, max(sizes)), *about_outputs),
-            look=self._looked(plan, settings, sizes),
+            look=look,
             kept=self._passes.kept(settings) if is_split else NOTHING,
         )
 
@@ -337,10 +340,10 @@ class PlanPredictor:
     def _looked(self, plan: Plan, settings: Plan, sizes: Sequence[int]) -> Segment | None:
         """Return what comes once, the higher one of two."""
         is_split = len(sizes) > 1
-        looks = [self._passes.first(settings, sizes[0], is_split=is_split)]
-        if is_split:  # a look at few rows is the first pass
-            looks.append(self._look_at_rows(plan))
-        elif settings.precision in _IN_16_BITS:
+        # a look at few rows is the first pass
+        at_rows = self._look_at_rows(plan) if is_split else None
+        looks = [self._passes.first(settings, sizes[0], is_split=is_split), at_rows]
+        if settings.precision in _IN_16_BITS and not is_split:
             looks.append(self._first_in_16_bits(settings, sizes))
         return max((look for look in looks if look is not None), key=lambda look: sum(look.shape.peak), default=None)
 
