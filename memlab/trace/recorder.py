@@ -103,6 +103,11 @@ class Recorder(Ledger):
         self._record_deaths()
         return len(self._events)
 
+    @property
+    def born(self) -> int:
+        """Number of the last storage that was born."""
+        return self._born
+
     def numbers_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Numbers of the storages that tensors lie in."""
         self._record_deaths()

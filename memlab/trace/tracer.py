@@ -40,6 +40,8 @@ from memlab.session.tape import Replay, Tape
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
+from memlab.techniques.checkpointing.checkpointing import main_blocks
+from memlab.trace.depth import FEWER, KEPT, Cut, Repeated, are_same, cut_of, deepened
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, Inside, Priced, Recorder
@@ -109,9 +111,11 @@ class Tracer:
         self._choices = choices or Choices()
         self.twin = Twin(workload, device)
         self.twins = [self.twin, *(Twin(other, device, self.twin) for other in others)]
-        # modules of the twin that are marked in passes (see `memlab.trace.marks`)
-        self.marked: Sequence[nn.Module] = ()
+        # modules of the twin that are marked in passes (see `memlab.trace.marks`); None where nobody looks at marks of modules
+        self.marked: Sequence[nn.Module] | None = None
         self._fakes = FastFakes(self.twin.fake_mode)
+        # by plan, and whether the key-value cache is filled: whether its passes follow from those of a few blocks
+        self._follows: dict[tuple[Plan, bool], bool] = {}
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
     def steps(self, plan: Plan) -> list[Trace]:
@@ -227,12 +231,77 @@ class Tracer:
         is_first: bool = False,  # none went before
     ) -> Trace:
         """Trace forward and backward of one batch, without gradients before."""
+        if after is None and not is_first and self.marked is None:
+            if plan == Plan() and rows is None and use_cache:
+                return self._as_written
+            if self._is_cut_exact and (trace := self._pass_of_cut(plan, rows, use_cache=use_cache)) is not None:
+                return trace
+        return self._pass_of_all(plan, rows, use_cache=use_cache, after=after, is_first=is_first)
+
+    def _pass_of_all(
+        self,
+        plan: Plan,
+        rows: int | None = None,
+        *,
+        use_cache: bool = True,
+        after: int | None = None,
+        is_first: bool = False,
+    ) -> Trace:
         workload = self._pass_of(rows, use_cache=use_cache)
         with self._session(plan) as (session, seen):
             earlier = (workload,) if after is None else (self.twin.with_rows(self._layout, after), workload)
             for each in () if is_first else earlier:
                 self._let_learn(session, each, seen)
             return self._one_pass(session, seen, workload)
+
+    @functools.cached_property
+    def _as_written(self) -> Trace:
+        return self._pass_of_all(Plan())
+
+    @functools.cached_property
+    def _cut(self) -> Cut | None:
+        return cut_of(self.twin.workload) if len(self.twins) == 1 else None
+
+    @functools.cached_property
+    def _is_cut_exact(self) -> bool:
+        """Return whether the pass as written follows from that of the model cut to a few blocks."""
+        if self._cut is None:
+            return False
+        model = self.twin.workload.model
+        has_blocks = bool(main_blocks(model))
+        with self._cut.made():
+            if bool(main_blocks(model)) is not has_blocks:
+                return False
+        trace, whole = self._pass_of_cut(Plan(), None, use_cache=True), self._as_written
+        return trace is not None and are_same(trace, whole) and trace.trained == whole.trained
+
+    def _pass_of_cut(self, plan: Plan, rows: int | None, *, use_cache: bool) -> Trace | None:
+        """Trace a pass of the model cut to a few blocks, as one of the whole; None where it does not follow."""
+        cut, checkpointing, key = self._cut, plan.checkpointing, (plan, use_cache)
+        if checkpointing.every > 1 or checkpointing.budget_bytes is not None:
+            return None  # what these do to a block depends on the others
+        if cut is None or not self._follows.get(key, True):
+            return None
+        workload = self._pass_of(rows, use_cache=use_cache)
+        try:
+            trace, blocks = self._short_pass(plan, workload, cut, KEPT)
+            if key not in self._follows:
+                shorter, _ = self._short_pass(plan, workload, cut, FEWER)
+                followed = deepened(trace, blocks, FEWER - KEPT)
+                self._follows[key] = followed is not None and are_same(followed, shorter)
+        except MemlabError:  # the whole model says why
+            self._follows[key] = False
+        found = deepened(trace, blocks, len(cut.blocks) - KEPT) if self._follows[key] else None
+        if found is None or trace.is_decided:
+            return None
+        alike = zip(*(block.parameters() for block in cut.blocks[1:]), strict=True)
+        numbers = ([self._parameters[id(p)] for p in each] for each in alike)
+        trained = (each for each in numbers if each[0] in trace.trained)
+        return replace(found, trained=trace.trained.union(*trained))
+
+    def _short_pass(self, plan: Plan, workload: Workload, cut: Cut, kept: int) -> tuple[Trace, Repeated]:
+        with cut.made(kept), self._session(plan) as (session, seen):
+            return self._one_pass(session, seen, workload, cut), cut.repeated(seen.recorder)
 
     def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
         """Trace the first pass of a batch that accumulation splits, and one like all that follow."""
@@ -250,10 +319,11 @@ class Tracer:
         options = CacheOff(Accumulation.field).options(workload.model, workload.name, call.kwargs)
         return self.twin.with_batch(Batch(call.args, options))
 
-    def _one_pass(self, session: Session, seen: _StepObserver, workload: Workload) -> Trace:
+    def _one_pass(self, session: Session, seen: _StepObserver, workload: Workload, cut: Cut | None = None) -> Trace:
         seen.begin(session, workload)
         marks: list[Mark] = []
-        with marking(workload.model, self.marked, seen.recorder, marks):
+        watched = nullcontext() if cut is None else cut.watched(seen.recorder, marks)
+        with marking(workload.model, self.marked or (), seen.recorder, marks), watched:
             loss = self._backward(workload, seen)
         seen.recorder.know(gradients_of(workload.model))
         trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
