@@ -463,3 +463,10 @@ def test_outputs_that_the_loop_holds_are_learnt_from_a_measurement() -> None:
         assert found.peak_allocated_bytes == without.peak_allocated_bytes + more_bytes
         assert sum(found.breakdown.values()) == found.peak_allocated_bytes
     assert predict(workload, "", "T4", measured=held).peak_allocated_bytes > plain.peak_allocated_bytes
+
+
+def test_no_garbage_is_collected_while_many_plans_are_predicted() -> None:
+    collecting: list[bool] = []
+    predict_all(family("mlp"), plans=["", "--bf16"], progress=lambda _: collecting.append(gc.isenabled()))
+    assert collecting == [False, False]
+    assert gc.isenabled()
