@@ -285,9 +285,9 @@ class CellMagic:
         refusal = cells.refusal_in(error)
         if refusal is not None or isinstance(error, Cancelled):
             said = str(refusal or error)
-            if isinstance(error, Cancelled):
-                # nobody debugs what they cancelled: what the loop held goes with it
+            if error is not None:  # nobody debugs a refusal, or what they cancelled: what the loop held goes with it
                 release(error)
+            if isinstance(error, Cancelled):
                 error.__traceback__ = None
                 outcome.error = error = None
             raise UsageError(said)

@@ -44,7 +44,7 @@ def model_and_optimizers(
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]] | None:
     """Return the model that a cell trains and its optimizers, as `Workload.find` says; None where there is no candidate."""
     live = _visible(namespace)
-    used, assigned = names_in(cell)
+    used, assigned = names_in(cell, live)
     chosen_model = _chosen(live, model, "--model", nn.Module) if model else None
     chosen_optimizer = _chosen(live, optimizer, "--optimizer", torch.optim.Optimizer) if optimizer else None
     if chosen_model is None:
@@ -99,7 +99,7 @@ def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None)
     if name:
         held = _held_model(live.get(name))
         return unwrap_model(held if held is not None else _chosen(live, name, "--model", nn.Module))
-    used, assigned = names_in(cell)
+    used, assigned = names_in(cell, live)
     named: dict[str, nn.Module] = {}
     for names in (used, names_read_by(used, live)):
         models = {
@@ -120,26 +120,43 @@ def _held_model(value: Any) -> nn.Module | None:
     return value if has_parameters else None
 
 
-def names_in(cell: str) -> tuple[list[str], set[str]]:
-    """Names a cell reads, in order of appearance, and names it assigns at top level.
+def names_in(cell: str, live: Mapping[str, Any] | None = None) -> tuple[list[str], set[str]]:
+    """Names a cell reads, in order of appearance, and names it assigns: at top level, and variables with models or optimizers anywhere.
 
     Magics and syntax the parser does not know give no names; the cell then decides nothing.
+
+    Example:
+        >>> names_in("for fold in folds: model, n = make(), 1", {"model": nn.Linear(2, 2), "n": 1})
+        (['fold', 'folds', 'model', 'n', 'make'], {'model'})
     """
     try:
         tree = ast.parse(cell)
     except SyntaxError:
         return [], set()
-    assigned = {
-        target.id
-        for statement in tree.body
-        if isinstance(statement, (ast.Assign, ast.AnnAssign))
-        for target in ast.walk(statement)
-        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
-    }
+    made_again = {name for name, value in (live or {}).items() if isinstance(value, (nn.Module, torch.optim.Optimizer))}
+    assigned = _assigned_by(tree.body) | (_assigned_by(_in_own_scope(tree)) & made_again)
     nodes = sorted(
         (node for node in ast.walk(tree) if isinstance(node, ast.Name)), key=lambda node: (node.lineno, node.col_offset)
     )
     return list(dict.fromkeys(node.id for node in nodes)), assigned
+
+
+def _assigned_by(statements: Iterable[ast.AST]) -> set[str]:
+    return {
+        target.id
+        for statement in statements
+        if isinstance(statement, (ast.Assign, ast.AnnAssign))
+        for target in ast.walk(statement)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    }
+
+
+def _in_own_scope(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything in a cell that runs in its own scope: loops and conditions, not what is within functions and classes."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child
+            yield from _in_own_scope(child)
 
 
 def names_read_by(names: Sequence[str], live: Mapping[str, Any]) -> list[str]:
@@ -178,7 +195,7 @@ def _global_names(code: Any) -> Iterator[str]:
 def is_trained_by(workload: Workload, namespace: Mapping[str, Any], cell: str) -> bool:
     """Return whether a cell trains this workload for certain: it uses an optimizer of the model, or makes nothing itself."""
     live = _visible(namespace)
-    used, assigned = names_in(cell)
+    used, assigned = names_in(cell, live)
     named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
     optimizers = _optimizers_held(live, named)
     return not assigned or any(own is each for own in workload.optimizers for each in optimizers)
@@ -196,7 +213,7 @@ def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
         `optimizer` updates none of `model`'s parameters; make it again: optimizer = SGD(model.parameters(), ...)
     """
     live = _visible(namespace)
-    used, assigned = names_in(cell)
+    used, assigned = names_in(cell, live)
     named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
     optimizers = {name: live[name] for name in named if isinstance(live[name], torch.optim.Optimizer)}
     if not optimizers:

@@ -339,6 +339,37 @@ def test_a_refusal_of_a_model_made_in_the_cell(cell: Cell) -> None:
     assert sessions() == ()
 
 
+def test_a_refused_cell_holds_nothing(shell: Any, cell: Cell) -> None:
+    cell("""import torch
+def train():
+    net = torch.nn.Linear(4, 4)
+    nets.append(net)
+    net(torch.zeros(2, 4)).sum().backward()
+""")
+    one_line(cell("%%memfit --checkpoint\nnets = []\ntrain()"))
+    left = weakref.ref(shell.user_ns["nets"].pop())
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.parametrize("flags", ["", "--fp16", "--release-grads"])
+def test_a_model_that_the_cell_makes_anew_in_a_loop_is_not_the_one_of_before(
+    shell: Any, made: Cell, flags: str
+) -> None:
+    made("baseline = model")
+    steps = STEP.strip().replace("\n", "\n        ")
+    ran = made(f"""%%memfit {flags}
+for fold in range(3):
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        {steps}
+""")
+    assert ran.error is None, ran.err
+    assert "memfit · Linear 68 · AdamW · cpu · batch 12 × 16 · CPU ledger · 12 steps" in ran.out
+    assert session_of(shell.user_ns["baseline"]) is None
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -193,6 +193,8 @@ class TestFinding:
         names, assigned = names_in("a, b = f(c)\nfor i in d:\n    e = model(i)")
         assert names == ["a", "b", "f", "c", "i", "d", "e", "model"]
         assert assigned == {"a", "b"}
+        live = {"a": 1, "e": nn.Linear(2, 2), "g": nn.Linear(2, 2)}
+        assert names_in("for i in d:\n    e = a = 1\n    def f():\n        g = 1", live)[1] == {"e"}
 
 
 class TestBatch:
