@@ -40,19 +40,17 @@ def let_go() -> None:
     """Free graphs that only their own states hold."""
     if not _held:
         return
-    states = [state for state, (_, looks) in _held.items() if looks[0] < _LOOKS]
-    for state in states:
-        _held[state][1][0] += 1
-    if states:
-        _let_go(states)
-
-
-def _let_go(states: list[Any]) -> None:
-    collecting = [each for state in states for each, _ in state.contents if _has_collected(each)]
+    # other threads may add to it meanwhile
+    entries = [(s, _held[s]) for reference in _held.keyrefs() if (s := reference()) is not None and s in _held]
+    collecting: list[Container] = []
+    for state, (_, looks) in entries:
+        if looks[0] < _LOOKS:
+            looks[0] += 1
+            collecting += [each for each, _ in state.contents if _has_collected(each)]
     if not collecting:
         return
     records: list[Any] = []
-    for state, (of_run, _) in _held.items():
+    for state, (of_run, _) in entries:
         records += [*of_run, *itertools.chain.from_iterable(state.contents)]
     unreachable = _only_held_by(records, _referred_to_by(records))
     for container in collecting:
