@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from memlab.runtime.graphs import repeatable_hooks
 from memlab.runtime.interrupts import deferred_interrupts
@@ -117,7 +116,7 @@ class CallSettings:
     def __init__(self) -> None:
         self._values: list[Any] = [read() for read, _ in _CHOICES]
         self._device = torch.get_default_device()
-        self.variables = [(each, tree_map(_same, value)) for each, value in contextvars.copy_context().items()]
+        self.variables = [(each, _copied(value)) for each, value in contextvars.copy_context().items()]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -134,8 +133,14 @@ class CallSettings:
             yield
 
 
-def _same(leaf: Any) -> Any:
-    return leaf
+def _copied(value: Any) -> Any:
+    """Copy lists, dicts and sets, and those in them; by hand, as this is done for each part of each call."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        return kind(map(_copied, value))
+    return set(value) if kind is set else value
 
 
 class CallContext:
