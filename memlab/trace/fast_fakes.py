@@ -84,7 +84,8 @@ class FastFakes:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        mode.cache_enabled = False  # what is met again is not asked of the mode again
+        # it is one for the process, and gives results in storages of another size than those it was told of
+        mode.cache_enabled = False
         self._recipes: dict[Any, Recipe] = {}
         with mode:
             self._template = dict(torch.empty(1, device="cpu").__dict__)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memlab import Workload, measure
 from memlab.errors import MemlabError, RefusalError, TraceError, WorkloadError
@@ -470,3 +471,10 @@ def test_no_garbage_is_collected_while_many_plans_are_predicted() -> None:
     predict_all(family("mlp"), plans=["", "--bf16"], progress=lambda _: collecting.append(gc.isenabled()))
     assert collecting == [False, False]
     assert gc.isenabled()
+
+
+def test_a_prediction_is_the_same_the_second_time() -> None:
+    """Torch's fake mode remembers results for the whole process, and makes them again in storages of another size."""
+    FakeTensorMode.cache_clear()
+    first, second = (predict(family("lstm"), "--checkpoint selective --bf16", "A100 80GB") for _ in range(2))
+    assert first == second
