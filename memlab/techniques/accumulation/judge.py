@@ -110,8 +110,8 @@ class Judge:
         """Judge; in half precision once more with less rounding, where rows give something else: it may be most of a gradient."""
         try:
             return self._judged(*of_call)
-        except RefusalError:
-            if self._is_low or CallContext().is_on:
+        except RefusalError as refusal:
+            if refusal.technique == _FIELD and (self._is_low or CallContext().is_on):
                 # there may be no room in full precision, or code that takes no other
                 with suppress(Exception), InFull():
                     return self._judged(*of_call)
