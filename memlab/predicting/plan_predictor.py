@@ -288,9 +288,8 @@ class PlanPredictor:
         whole = self._passes.whole(without_budget(settings) if is_split else settings)
         sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
         about_outputs = () if is_split else self._about_outputs(settings)
-        look = self._looked(
-            plan, settings, sizes
-        )  # before passes of fewer rows, which have to know how the batch is split
+        # before passes of fewer rows, which have to know how the batch is split
+        look = self._looked(plan, settings, sizes)
         return whole, Parts(
             base=without_state(levels(whole.observation.baseline_bytes)),
             segments=tuple(self._passes.segments(settings, sizes)),

@@ -105,6 +105,9 @@ _UNSET: Any = object()
 _DRAWS_ONCE = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[arg-type]
 
 
+_COPIED, _MOST_ITEMS = (dict, list, tuple, set), 256  # containers of context variables
+
+
 class CallSettings:
     """Settings that choose kernels and defaults at one moment (`sdpa_kernel`, `cudnn.flags`, `torch.device`), to be entered again.
 
@@ -133,14 +136,17 @@ class CallSettings:
             yield
 
 
-def _copied(value: Any) -> Any:
-    """Copy lists, dicts and sets, and those in them; by hand, as this is done for each part of each call."""
+def _copied(value: Any, depth: int = 3) -> Any:
+    """Copy lists, dicts and sets, and those in them; by hand, as this is done for each part of each call.
+
+    Large ones stay as they are, and those that lie deep, as one that holds itself does.
+    """
     kind = type(value)
+    if kind not in _COPIED or not depth or len(value) > _MOST_ITEMS:
+        return value
     if kind is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    if kind is list or kind is tuple:
-        return kind(map(_copied, value))
-    return set(value) if kind is set else value
+        return {key: _copied(each, depth - 1) for key, each in value.items()}
+    return kind(value) if kind is set else kind([_copied(each, depth - 1) for each in value])
 
 
 class CallContext:

@@ -16,6 +16,7 @@ from memlab.runtime.callers import OWN_FOLDER
 Function = TypeVar("Function", bound=Any)
 _LEFT_ALONE = "code of memlab is not compiled"
 _deferring: dict[type, bool] = {}
+HALF = (torch.float16, torch.bfloat16)  # numbers of half precision
 # operators that multiply matrices, on a GPU by cuBLAS
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")

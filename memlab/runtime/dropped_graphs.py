@@ -21,8 +21,7 @@ from torch import nn
 
 from memlab.runtime.containers import Container, Mapping, Members, Sequence, Slots
 
-_LOOKS = 2  # at each state: what a loop holds at first may be gone at the next call
-# states that graphs hold, with other records of the same run and how often they were looked at
+# states that graphs hold, with other records of the same run and how many calls they have outlived
 _held: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], list[int]]] = weakref.WeakKeyDictionary()
 
 
@@ -43,9 +42,10 @@ def let_go() -> None:
     # other threads may add to it meanwhile
     entries = [(s, _held[s]) for reference in _held.keyrefs() if (s := reference()) is not None and s in _held]
     collecting: list[Container] = []
-    for state, (_, looks) in entries:
-        if looks[0] < _LOOKS:
-            looks[0] += 1
+    for state, (_, calls) in entries:
+        calls[0] += 1
+        # what a loop holds for long is looked at ever more rarely: after 1, 2, 4, 8 calls
+        if not calls[0] & (calls[0] - 1):
             collecting += [each for each, _ in state.contents if _has_collected(each)]
     if not collecting:
         return

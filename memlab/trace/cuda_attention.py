@@ -28,11 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
 from memlab.hardware.gpus import Gpu
+from memlab.runtime.dispatch import HALF
 from memlab.trace.cuda_kernels import Registration, is_watched
 from memlab.trace.cuda_thread import current_gpu
 
 _aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # at::Context::sdp_priority_order, include/ATen/Context.h
 _DEFAULT_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -198,7 +198,7 @@ _SERVES: Mapping[SDPBackend, Callable[[Attention, Gpu], bool]] = {
 
 
 def _half_types(gpu: Gpu) -> tuple[torch.dtype, ...]:
-    return _HALF if gpu.compute_capability >= (8, 0) else (torch.float16,)
+    return HALF if gpu.compute_capability >= (8, 0) else (torch.float16,)
 
 
 def _flash_backward_fits(attention: Attention, gpu: Gpu) -> bool:
@@ -210,7 +210,7 @@ def _flash_backward_fits(attention: Attention, gpu: Gpu) -> bool:
 
 def _has_aligned_channels(attention: Attention, gpu: Gpu) -> bool:
     """`minimum_gemm_alignment`: of what tensor cores and vector loads want."""
-    is_half, major = attention.query.dtype in _HALF, gpu.compute_capability[0]
+    is_half, major = attention.query.dtype in HALF, gpu.compute_capability[0]
     alignment = 4 if major >= 8 else 1
     if major >= 8 or (major == 7 and is_half):
         alignment = max(alignment, 8 if is_half else 4)
@@ -309,7 +309,7 @@ def _plain(attention: Attention) -> torch.Tensor:
 
 def _products(attention: Attention) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and probabilities, with half precision carried out in fp32."""
-    wide = attention.query.dtype in _HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction()
+    wide = attention.query.dtype in HALF and not torch._C._get_math_sdp_allow_fp16_bf16_reduction()
     query, key, value = (tensor.float() if wide else tensor for tensor in attention.tensors)
     root = math.sqrt(abs(attention.scale_factor))
     mask = attention.mask

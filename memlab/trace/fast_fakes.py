@@ -38,6 +38,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memlab.measuring.operator_effects import OperatorEffect, effect_of
+from memlab.runtime.dispatch import HALF
 from memlab.runtime.tree import tensors_in
 
 _aten = torch.ops.aten
@@ -266,7 +267,6 @@ def _is_own_storage(result: Any) -> bool:
 
 
 _NO_REDUCTION = 0
-_HALF = (torch.float16, torch.bfloat16)
 
 _Correction = Callable[[FakeTensorMode, tuple[Any, ...], Any], Any]
 
@@ -287,7 +287,7 @@ def _with_storage_of_elements(mode: FakeTensorMode, args: tuple[Any, ...], out: 
 
 
 def _is_mixed(values: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    return values.dtype in _HALF and weight is not None and weight.dtype is torch.float32
+    return values.dtype in HALF and weight is not None and weight.dtype is torch.float32
 
 
 def _norm(place: int, mode: FakeTensorMode, args: tuple[Any, ...], out: Any) -> Any:

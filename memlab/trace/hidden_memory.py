@@ -36,10 +36,10 @@ from torch.utils._pytree import tree_map_only
 
 from memlab.allocator.sizes import round_up
 from memlab.hardware.gpus import Gpu
+from memlab.runtime.dispatch import HALF
 from memlab.trace.work import CHUNK_ELEMENTS
 
 _aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
 _FP32_BYTES = 4
 _INDEX_BYTES = 8
 
@@ -201,7 +201,7 @@ def _tiles(channels: int, dtype: torch.dtype, gpu: Gpu) -> _Tiles:
     For 65 to 128 channels of half precision, which one fits is taken from the size of a GPU's shared memory; where
     it is small, the kernel with the larger workspace is assumed.
     """
-    if dtype not in _HALF:
+    if dtype not in HALF:
         is_long = channels > 64 and gpu.compute_capability in _LARGE_SHARED_MEMORY
         return _Tiles(128 if is_long else 64, 64, in_registers=False)
     if channels <= 64:
@@ -218,7 +218,7 @@ def _tiles(channels: int, dtype: torch.dtype, gpu: Gpu) -> _Tiles:
 def _efficient_backward(args: Sequence[Any], _: Mapping[str, Any], gpu: Gpu) -> _Groups:
     gradient, query, _key, value = args[:4]  # [b, h, s, d]
     rows_bytes = query.numel() // query.size(-1) * _FP32_BYTES
-    if query.dtype not in _HALF:
+    if query.dtype not in HALF:
         yield (
             rows_bytes * value.size(-1),
             rows_bytes,
@@ -235,7 +235,7 @@ def _per_query_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 def _efficient_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gpu: Gpu) -> int:
     batch, heads, queries, channels = query.shape
-    half = query.dtype in _HALF
+    half = query.dtype in HALF
     tiles = _tiles(max(channels, value.size(-1)), query.dtype, gpu)
     elements = 0
     if half and not tiles.in_registers:
@@ -250,7 +250,7 @@ def _efficient_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 def _efficient_forward(args: Sequence[Any], _: Mapping[str, Any], __: Gpu) -> _Groups:
     query, _key, value = args[:3]
-    if query.dtype in _HALF and value.size(-1) > 128:
+    if query.dtype in HALF and value.size(-1) > 128:
         yield (math.prod(query.shape[:-1]) * value.size(-1) * _FP32_BYTES,)
 
 

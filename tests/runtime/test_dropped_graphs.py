@@ -125,3 +125,26 @@ def test_graphs_that_are_held_go_on_as_they_are(way: str, place: str) -> None:
             gradients.append([parameter.grad for parameter in model.parameters()])
     for plain, other in zip(*gradients, strict=True):
         assert torch.equal(plain, other)
+
+
+def test_a_graph_that_is_held_over_several_calls_is_freed_when_it_is_dropped() -> None:
+    before = _graphs()
+    model = Collecting("object", "argument")
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), "--checkpoint"):
+        model(torch.randn(4, 8), keep=True)
+        for dropped_after in range(12):
+            if dropped_after == 5:
+                model.kept = None
+            model(torch.randn(4, 8)).sum().backward()
+        assert _graphs() == before
+
+
+def test_context_variables_that_hold_themselves_or_much_are_no_obstacle() -> None:
+    model = Collecting("list", "argument")
+    endless: dict[str, Any] = {"much": [*range(100_000)]}
+    endless["itself"] = endless
+    token = contextvars.ContextVar[Any]("endless").set(endless)
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), "--checkpoint"):
+        model(torch.randn(4, 8)).sum().backward()
+    assert token.var.get() is endless
+    token.var.reset(token)

@@ -65,8 +65,8 @@ class Judge:
         self._probe = probe
         # how many rows of the last call were run together and apart, at least without gradients
         self.compared_rows = 0
-        # one comparison; it is given the call, and which rows of which layout
         self._is_low = is_low or probe.is_low
+        # one comparison; it is given the call, and which rows of which layout
         self._attempt = partial(Judgement, model, name, probe, per_part, self._is_low)
 
     def judge(self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:

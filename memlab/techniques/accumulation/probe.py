@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.autocast import without_autocast
+from memlab.runtime.dispatch import HALF
 from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
@@ -47,7 +48,6 @@ _MOST_LOOKS = 3
 _MOST_VECTORS = 8
 # whole numbers among which the target that a loss ignores is looked for
 _MOST_IGNORED = 8
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Probe:
@@ -362,7 +362,7 @@ class Probe:
 
     @property
     def _has_half_parameters(self) -> bool:
-        return any(p.dtype in _HALF_DTYPES for p in self._model.parameters())
+        return any(p.dtype in HALF for p in self._model.parameters())
 
     @property
     def is_low(self) -> bool:
@@ -391,7 +391,7 @@ def _cut_short(leaf: Any) -> Any:
 
 def _widened(leaf: Any) -> Any:
     """An input that Fabric has cast for a model under autocast, as the probe without autocast needs it."""
-    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF_DTYPES else leaf
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
 
 
 def _closest(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memlab.runtime.dispatch import MATRIX_PRODUCTS, WatchingMode
+from memlab.runtime.dispatch import HALF, MATRIX_PRODUCTS, WatchingMode
 
 # what may come from rounding, in times of what noise of one precision changes
 TIMES = 8
@@ -19,7 +19,6 @@ TIMES = 8
 # gradient is a thousandth off)
 STRONG = 16
 _aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
 _PRODUCTS = MATRIX_PRODUCTS | {_aten.linear.default, _aten.convolution.default, _aten.convolution_backward.default}
 
 
@@ -62,7 +61,7 @@ class InFull(WatchingMode):
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # gradients of weights in half precision are cast to it by the engine
         is_engines = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if func is _aten._to_copy.default and kwargs.get("dtype") in _HALF and not is_engines:
+        if func is _aten._to_copy.default and kwargs.get("dtype") in HALF and not is_engines:
             kwargs = {**kwargs, "dtype": torch.float32}
         schema = func._schema
         if schema.is_mutable or any(each.alias_info for each in schema.returns):
@@ -72,7 +71,7 @@ class InFull(WatchingMode):
 
 
 def _in_full(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
 def is_switched(difference: float, little: float, much: float) -> bool:

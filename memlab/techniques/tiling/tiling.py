@@ -32,6 +32,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Loss, Plan, Precision
 from memlab.runtime.autocast import CallSettings, autocast_as_before, without_cached_casts
 from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.dispatch import HALF
 from memlab.runtime.dropped_graphs import held_by_graph
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.model_state import State, Written
@@ -55,7 +56,6 @@ from memlab.units import MIB, format_bytes
 LARGE_BYTES = 1 * MIB
 # autocast is then off, or casts no weight
 _WITHOUT_CASTS = (Precision.FP32, Precision.TF32, Precision.PURE_BF16)
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Tiling(Technique):
@@ -245,7 +245,7 @@ def _cast_to(inputs: torch.Tensor, linear: Linear) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device_type) or inputs.dtype is torch.float64:
         return None
     dtype = torch.get_autocast_dtype(device_type)
-    return dtype if linear.weight.dtype is torch.float32 and dtype in _HALF else None
+    return dtype if linear.weight.dtype is torch.float32 and dtype in HALF else None
 
 
 class TiledLinear(torch.autograd.Function):
