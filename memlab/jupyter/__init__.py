@@ -4,7 +4,7 @@
 - `notebook`: what the magics of one shell share
 - `flags`: flags and words as tables, and what help says of them; `parser`: reading a line by them
 - `completion`: what Tab completes on their lines
-- `cells`: running a cell's text untouched, from inside a cell magic
+- `cells`: running a cell's text untouched, from inside a cell magic; `shown_errors`: what is shown of an error
 - `background`: a cell on a thread of its own
 - `panel`: a run in a page, and the panels that are open; `controls`: what a panel's controls show and ask; `panel_page`: the widget
   (`panel.mjs`, `panel.css`, `figure.mjs`), `saved_view`: what stands there without a kernel or widgets

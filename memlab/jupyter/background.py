@@ -44,9 +44,10 @@ from IPython.core.error import UsageError
 from torch import nn
 
 from memlab.errors import SessionError
-from memlab.jupyter import cells
-from memlab.jupyter.cells import CellSource, Outcome, Shell, tell
+from memlab.jupyter import cells, shown_errors
+from memlab.jupyter.cells import CellSource, Outcome, tell
 from memlab.jupyter.display import show
+from memlab.jupyter.shown_errors import Shell
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Control
 from memlab.live.stage import Cancelled
@@ -325,7 +326,7 @@ class Program:
         if error is self.shown:
             return
         self.shown = error
-        entries = cells.entries(error.__traceback__)
+        entries = shown_errors.entries(error.__traceback__)
         own = next((each for each in entries if each.tb_frame.f_code.co_filename == self._file), error.__traceback__)
         if hasattr(error, "_render_traceback_"):
             lines = error._render_traceback_()

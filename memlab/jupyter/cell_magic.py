@@ -11,7 +11,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from memlab.errors import MemlabError, WorkloadError
-from memlab.jupyter import cells, prediction
+from memlab.jupyter import cells, prediction, shown_errors
 from memlab.jupyter.background import WAYS_OUT, CellPlace
 from memlab.jupyter.cells import tell
 from memlab.jupyter.display import is_rich, show
@@ -146,7 +146,7 @@ class CellMagic:
                 outcome = place.run(self._notebook.shell, source)
             finally:
                 del self._notebook.running[threading.get_ident()]
-        refusal = cells.refusal_in(outcome.error)
+        refusal = shown_errors.refusal_in(outcome.error)
         with cells.beside("the receipt"):
             steps = self._keep(watch, outcome.error)
             if steps and watch.models.session is not None:
@@ -282,7 +282,7 @@ class CellMagic:
 
     def _raise(self, outcome: cells.Outcome, watch: CellWatch, place: CellPlace, keep: frozenset[str]) -> None:
         error = outcome.error
-        refusal = cells.refusal_in(error)
+        refusal = shown_errors.refusal_in(error)
         if refusal is not None or isinstance(error, Cancelled):
             said = str(refusal or error)
             if error is not None:  # nobody debugs a refusal, or what they cancelled: what the loop held goes with it

@@ -7,11 +7,8 @@
    event loop of its own; the kernel's is set aside for as long.
 3. An error is shown once, with the traceback that IPython made of the inner cell: printing it there is
    held back, the error is raised again from the magic, and what the outer cell then shows is replaced.
-4. What the model itself raises, a Ctrl-C among it, comes through memlab on its way to the cell. Those frames are left out.
-   Where what memlab raises itself is not one of its errors they stay.
-5. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on. It is one line, in
-   cells without the magic as well (`brief_refusals`). So is any other error of memlab's that ends a cell with the magic, as of
-   `memlab.fit` in its text.
+4. What memlab refuses ends the cell wherever it comes from: `%run` would show it and let the cell go on. How it is shown is a
+   matter of `shown_errors`.
 
 Known limitations:
     Objects that belong to the kernel's event loop cannot be awaited in a `%%memfit` cell, and tasks
@@ -26,22 +23,25 @@ import io
 import sys
 import tokenize
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from IPython.core.error import UsageError
 
-from memlab.errors import MemlabError, RefusalError, first_line
-from memlab.runtime.callers import OWN_FOLDER
-from memlab.runtime.dispatch import is_compilers_failure
+from memlab.errors import MemlabError, first_line
+from memlab.jupyter.shown_errors import (
+    Shell,
+    having,
+    in_one_line,
+    leave_memlab_out,
+    number_lines,
+    refusal_in,
+    show_once,
+)
 from memlab.runtime.observer import Observer
-
-# IPython's shells are configured at run time: the attributes used here are typed as anything
-Shell = Any
 
 
 @dataclass
@@ -138,13 +138,6 @@ def beside(what: str, say: Callable[[str], None] = tell) -> Iterator[None]:
         say(f"{what} failed in memlab itself ({first_line(error)}); the cell is not affected")
 
 
-_NOT_ONE_GRAPH = (
-    "torch.compile cannot make one graph (fullgraph=True, compiled autograd) of a function or a backward pass with code of "
-    "the plan in it",
-    "let it make several, or leave the plan out",
-)
-
-
 class CellErrors(Observer):
     """What memlab has refused in a cell, in any of its models, and what of its own has failed there."""
 
@@ -179,33 +172,8 @@ def raise_shown(shell: Shell, outcome: Outcome, advice: str = "") -> None:
     lines = outcome.traceback
     if advice:
         lines = [*(lines or []), "", advice]
-    _show_once(shell, error, lines)
+    show_once(shell, error, lines)
     raise error
-
-
-def refusal_in(error: BaseException | None) -> MemlabError | None:
-    """Return what memlab has refused in the middle of a cell, in the error that ends it, or in one that this was raised from.
-
-    None for other errors, and for those of calls to memlab that stand in the user's code.
-    """
-    while error is not None:
-        if is_compilers_failure(error):
-            return RefusalError("session", *_NOT_ONE_GRAPH, in_loop=True)
-        if isinstance(error, MemlabError) and (error.in_loop or _was_called_by_torch(error.__traceback__)):
-            return error
-        error = error.__cause__
-    return None
-
-
-def _was_called_by_torch(traceback: TracebackType | None) -> bool:
-    """Return whether memlab was called by torch (a hook, a node of the backward pass), and not by the user's code."""
-    before = ""
-    for entry in entries(traceback):
-        module = str(entry.tb_frame.f_globals.get("__name__", ""))
-        if module.startswith("memlab."):
-            return before.startswith("torch.")
-        before = module
-    return False
 
 
 def _run(shell: Shell, source: CellSource) -> Any:
@@ -258,24 +226,6 @@ def _run_on_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 @contextmanager
-def _having(thing: Any, **attributes: Any) -> Iterator[None]:
-    """Put attributes on an object for a while, in place of its own; what others put there meanwhile stays."""
-    own = vars(thing)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name, value in attributes.items():
-            if own.get(name) is not value:
-                continue
-            if name in before:
-                own[name] = before[name]
-            else:
-                del own[name]
-
-
-@contextmanager
 def _numbered_as_outer_cell(shell: Shell) -> Iterator[None]:
     """Let tracebacks say `Cell In[n]` with the number of the cell that holds the magic."""
     outer = shell.displayhook.exec_result
@@ -291,7 +241,7 @@ def _numbered_as_outer_cell(shell: Shell) -> Iterator[None]:
         return original(code, number, raw_code=raw_code)
 
     with ExitStack() as undo:
-        undo.enter_context(_having(shell.compile, cache=cache))
+        undo.enter_context(having(shell.compile, cache=cache))
         yield
 
 
@@ -301,14 +251,14 @@ def _held_back(shell: Shell, source: CellSource, outcome: Outcome) -> Iterator[N
     show, format_and_show = shell._showtraceback, shell.showtraceback
 
     def numbered(*args: Any, **kwargs: Any) -> None:
-        _number_lines(sys.exc_info()[1])
+        number_lines(sys.exc_info()[1])
         format_and_show(*args, **kwargs)
 
     def held_back(kind: Any, error: BaseException, lines: list[str]) -> None:
         if any(error is one for one in _errors_of(shell.displayhook.exec_result, source)):
             if isinstance(error, MemlabError):
-                lines = _in_one_line(error)
-            elif _leave_memlab_out(error):
+                lines = in_one_line(error)
+            elif leave_memlab_out(error):
                 lines = shell.InteractiveTB.structured_traceback(kind, error, error.__traceback__)
             outcome.traceback = lines
         elif refusal_in(error) is not None:
@@ -317,7 +267,7 @@ def _held_back(shell: Shell, source: CellSource, outcome: Outcome) -> Iterator[N
             show(kind, error, lines)
 
     # whoever handles errors of cells has this one when the outer cell ends
-    with _having(shell, _showtraceback=held_back, showtraceback=numbered, custom_exceptions=()):
+    with having(shell, _showtraceback=held_back, showtraceback=numbered, custom_exceptions=()):
         yield
 
 
@@ -326,127 +276,3 @@ def _errors_of(result: Any, source: CellSource) -> list[BaseException | None]:
     if result is not None:
         failures += [result.error_before_exec, result.error_in_exec]
     return failures
-
-
-def _leave_memlab_out(error: BaseException | None) -> bool:
-    """Take memlab's frames out of the tracebacks of an error and of those it came from; return whether there were any."""
-    found = False
-    for each in errors_behind(error):
-        every = list(entries(each.__traceback__))
-        kept = list(_without_memlab(every))
-        # a Ctrl-C that came at a bad moment is raised by memlab a moment later
-        is_foreign = bool(kept) and (not _is_memlabs(every[-1]) or isinstance(each, KeyboardInterrupt))
-        if is_foreign and len(kept) < len(every):
-            for entry, following in zip(kept, (*kept[1:], None), strict=True):
-                entry.tb_next = following
-            each.__traceback__ = kept[0]
-            found = True
-    return found
-
-
-def _without_memlab(every: Iterable[TracebackType]) -> Iterator[TracebackType]:
-    """Yield the entries that are not memlab's, nor of the operator that one of its modes has called."""
-    is_within_operator = False
-    for entry in every:
-        if _is_memlabs(entry):
-            is_within_operator |= entry.tb_frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__")
-        else:
-            is_within_operator &= str(entry.tb_frame.f_globals.get("__name__")).startswith("torch.")
-            if not is_within_operator:
-                yield entry
-
-
-def _is_memlabs(entry: TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_filename.startswith(OWN_FOLDER)
-
-
-def errors_behind(error: BaseException | None) -> list[BaseException]:
-    """Return an error and those that it came from, or was raised beside."""
-    found: list[BaseException] = []
-    waiting = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and all(each is not known for known in found):
-            found.append(each)
-            waiting += [each.__cause__, each.__context__]
-    return found
-
-
-def _number_lines(error: BaseException | None) -> None:
-    """Give every entry of a traceback a line: a Ctrl-C between two lines has none, and IPython cannot show that."""
-    if error is None:
-        return
-    following = None
-    for entry in reversed([*entries(error.__traceback__)]):
-        if entry.tb_lineno is None:
-            frame = entry.tb_frame
-            lines = [n for start, _, n in frame.f_code.co_lines() if n is not None and start <= entry.tb_lasti]
-            line = lines[-1] if lines else frame.f_code.co_firstlineno
-            following = TracebackType(following, frame, entry.tb_lasti, line)
-        else:
-            entry.tb_next = following
-            following = entry
-    error.__traceback__ = following
-
-
-def entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    """Yield the entries of a traceback, the outermost one first."""
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
-
-
-def brief_refusals(undo: ExitStack) -> None:
-    """Have IPython show what memlab refuses in any cell as one line, until undone; harmless when done."""
-    name = "_render_traceback_"  # what IPython asks errors for
-    if name not in vars(MemlabError):
-        setattr(MemlabError, name, property(_rendered))
-        undo.callback(delattr, MemlabError, name)
-
-
-def _rendered(error: MemlabError) -> Callable[[], list[str]]:
-    if refusal_in(error) is not error:
-        raise AttributeError("shown with its traceback")
-    return lambda: _in_one_line(error)
-
-
-def _in_one_line(error: MemlabError) -> list[str]:
-    return [f"{type(error).__name__}: {error}"]
-
-
-@contextmanager
-def brief_interrupts(shell: Shell) -> Iterator[None]:
-    """Show a Ctrl-C in memlab's own work without its frames; that of a cell is shown as `raise_shown` arranges."""
-    __tracebackhide__ = True
-    try:
-        yield
-        return
-    except KeyboardInterrupt as error:
-        if "showtraceback" in vars(shell):
-            raise
-        shown = KeyboardInterrupt(*error.args)  # a new one, which keeps no variables of those frames
-        _show_once(shell, shown, shell.InteractiveTB.get_exception_only(type(shown), shown))
-    raise shown from None
-
-
-def _show_once(shell: Shell, error: BaseException, lines: list[str] | None) -> None:
-    """Let the next traceback that the shell shows be these lines, if it is that of `error`."""
-    undo = ExitStack()
-
-    def forget(*_result: Any) -> None:
-        undo.close()
-        shell.events.unregister("post_run_cell", forget)
-
-    def showtraceback(*args: Any, **kwargs: Any) -> None:
-        forget()
-        if sys.exc_info()[1] is not error:
-            shell.showtraceback(*args, **kwargs)
-            return
-        # notes the error for %debug and %tb
-        shell._get_exc_info()
-        if lines is not None:
-            shell._showtraceback(type(error), error, lines)
-
-    undo.enter_context(_having(shell, showtraceback=showtraceback))
-    # in case somebody between here and the shell catches the error
-    shell.events.register("post_run_cell", forget)

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from memlab.jupyter.cells import errors_behind
 from memlab.jupyter.notebook import Notebook
+from memlab.jupyter.shown_errors import errors_behind
 from memlab.runtime.interrupts import listen_no_more
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.units import format_bytes

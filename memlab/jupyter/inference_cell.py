@@ -10,7 +10,7 @@ from torch import nn
 
 from memlab.errors import WorkloadError
 from memlab.inferring.inference import Inference, explained, inference, inference_of
-from memlab.jupyter import cells
+from memlab.jupyter import cells, shown_errors
 from memlab.jupyter.cells import tell
 from memlab.jupyter.display import show
 from memlab.jupyter.first_call import FirstCall
@@ -111,7 +111,7 @@ class InferenceCell:
         return (batch_line(advice, record),) if advice is not None else ()
 
     def _raise(self, outcome: cells.Outcome, error: BaseException, options: CellOptions) -> None:
-        refusal = cells.refusal_in(error)
+        refusal = shown_errors.refusal_in(error)
         if refusal is not None:
             raise UsageError(str(refusal))
         if sentence := explained(error):

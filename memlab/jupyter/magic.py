@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from memlab.jupyter import cells
+from memlab.jupyter import shown_errors
 from memlab.jupyter.cell_magic import CellMagic
 from memlab.jupyter.completion import complete_lines
 from memlab.jupyter.display import teach_receipts
@@ -70,12 +70,12 @@ class MagicMemfit:
 
         def memfit(line: str) -> Shown | None:
             __tracebackhide__ = True
-            with cells.brief_interrupts(weak()), one_line():
+            with shown_errors.brief_interrupts(weak()), one_line():
                 return _alive(me).line.run(line)
 
         def memfit_cell(line: str, cell: str) -> None:
             __tracebackhide__ = True
-            with cells.brief_interrupts(weak()):
+            with shown_errors.brief_interrupts(weak()):
                 _alive(me).cell.run(line, cell)
 
         memfit.__doc__, memfit_cell.__doc__ = line_help(), cell_help()
@@ -85,7 +85,7 @@ class MagicMemfit:
             self._undo.callback(shell.magics_manager.magics[kind].pop, _NAME, None)
         shell.configurables.append(notebook.config)
         self._undo.callback(shell.configurables.remove, notebook.config)
-        cells.brief_refusals(self._undo)
+        shown_errors.brief_refusals(self._undo)
         complete_lines(shell, self._undo)
         teach_receipts(shell, notebook.config, self._undo)
         freeing = Freeing(notebook)

@@ -28,8 +28,8 @@ from contextvars import copy_context
 from typing import Any
 
 from memlab.errors import SessionError
-from memlab.jupyter.cells import Shell
 from memlab.jupyter.comms import Kernel, is_main_thread
+from memlab.jupyter.shown_errors import Shell
 from memlab.live.stage import BESIDE_CELLS, Stage
 
 Work = Callable[[], None]

@@ -16,7 +16,7 @@ from typing import Any
 
 from memlab.errors import MissingExtraError, SessionError
 from memlab.exporting import export
-from memlab.jupyter.cells import Shell, tell
+from memlab.jupyter.cells import tell
 from memlab.jupyter.comms import Hearing, let_through
 from memlab.jupyter.controls import MAGIC, Controls, fixed
 from memlab.jupyter.display import is_rich, show
@@ -24,6 +24,7 @@ from memlab.jupyter.history import History
 from memlab.jupyter.main_thread import MainThread
 from memlab.jupyter.panel_page import PanelPage, require_widgets, shows_widgets
 from memlab.jupyter.saved_view import SavedView, as_text, tried_as_html
+from memlab.jupyter.shown_errors import Shell
 from memlab.live.control import Control, control_of
 from memlab.live.replaying import RunReplay
 from memlab.live.source import Source

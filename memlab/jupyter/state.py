@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.jupyter.cells import entries
 from memlab.jupyter.history import History
+from memlab.jupyter.shown_errors import entries
 from memlab.plan import Plan
 from memlab.rescue.fallback import Place, next_plans
 from memlab.rescue.recovery import NothingFitsError, half_of
