@@ -26,6 +26,8 @@ def _empty(size_mib: int) -> torch.Tensor:
 
 @pytest.fixture
 def _small_gpu() -> Iterator[None]:
+    # those of other tests leave pieces of segments free
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     device = device_for(torch.device("cuda"), torch.cuda.memory_reserved() + 150 * MIB)
     weights = _empty(20)
