@@ -132,8 +132,7 @@ class OpenNotebook:
 
     def cell(self, number: int) -> Locator:
         """A cell, counted from 0."""
-        # a page that is loaded again opens what other pages of this JupyterLab have opened as well
-        return self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell").nth(number)
+        return self.page.locator(".jp-NotebookPanel .jp-Cell").nth(number)
 
     def run(self, number: int) -> None:
         """Run a cell, without waiting for its end."""
@@ -164,11 +163,11 @@ class OpenNotebook:
 
 @contextmanager
 def opened_notebook(
-    browser: Any, lab: str, folder: Path, name: str, cells: Sequence[str] = (), front_end: str = "lab/tree"
+    browser: Any, lab: str, folder: Path, name: str, cells: Sequence[str] = (), front_end: str = "lab"
 ) -> Iterator[OpenNotebook]:
     """A notebook with these cells in a page of its own; without cells, one that is there.
 
-    The server has two front ends, JupyterLab at "lab/tree" and Notebook at "notebooks".
+    The server has two front ends, JupyterLab at "lab" and Notebook at "notebooks".
 
     What the page shows when a test fails is kept beside the notebook, as a picture of the same name.
     """
@@ -180,13 +179,21 @@ def opened_notebook(
     context = browser.new_context(viewport={"width": 1500, "height": 1900}, permissions=_CLIPBOARD)
     try:
         page = context.new_page()
-        show_notebook(page, f"{lab}/{front_end}/{name}?reset")
+        show_notebook(page, in_jupyterlab(lab, name) if front_end == "lab" else f"{lab}/{front_end}/{name}")
         yield OpenNotebook(page)
     except BaseException:
         page.screenshot(path=str(folder / f"{name}.png"))
         raise
     finally:
         context.close()
+
+
+def in_jupyterlab(lab: str, name: str) -> str:
+    """Address of a notebook, in a workspace of its own.
+
+    Pages that share a workspace open each other's notebooks when they are loaded again, and the one shown may be another.
+    """
+    return f"{lab}/lab/workspaces/{Path(name).stem}/tree/{name}?reset"
 
 
 def show_notebook(page: Page, address: str = "") -> None:

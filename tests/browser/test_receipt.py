@@ -17,7 +17,7 @@ from memlab.records.ablation import Ablation, AblationRow  # noqa: E402
 from memlab.records.comparison import Comparison  # noqa: E402
 from memlab.report import ablation, html, tables  # noqa: E402
 from memlab.units import GIB, MIB  # noqa: E402
-from tests.browser.conftest import choose_theme  # noqa: E402
+from tests.browser.conftest import choose_theme, in_jupyterlab  # noqa: E402
 from tests.jupyter.conftest import MAKE, TRAIN  # noqa: E402
 from tests.report import samples  # noqa: E402
 
@@ -62,7 +62,7 @@ def write_notebook(folder: Path, name: str) -> None:
 
 
 def open_notebook(page: Any, lab: str, name: str) -> None:
-    page.goto(f"{lab}/lab/tree/{name}?reset")
+    page.goto(in_jupyterlab(lab, name))
     page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for(timeout=_MILLISECONDS)
     page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=_MILLISECONDS)
 
