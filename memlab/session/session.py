@@ -21,13 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
-from memlab.runtime import state_layers
 from memlab.runtime.buckets import parameters_in
 from memlab.runtime.dispatch import never_compile
-from memlab.runtime.hooks import CallHook, install_step_hooks, keep_last, on_each_step
+from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.observer import Observer
-from memlab.runtime.ownership import WITHOUT_VALUES, is_made, stepped_by, steps_some_of, unwrap_optimizer
+from memlab.runtime.ownership import WITHOUT_VALUES, is_made, stepped_by
 from memlab.runtime.workload import Workload
 from memlab.session import together
 from memlab.session.log import Log
@@ -35,6 +34,7 @@ from memlab.session.model_calls import ModelCalls
 from memlab.session.observers import Observers
 from memlab.session.stepping import Position, Stepping
 from memlab.session.switching import Switching
+from memlab.session.taken_optimizers import TakenOptimizers
 from memlab.session.usage import Usage
 from memlab.techniques import Technique
 from memlab.techniques.gradient_release.leftover import NOT_DROPPED, leftover
@@ -74,8 +74,6 @@ class Session:
         self.workload = workload
         self.log = Log()
         self.rescuer = rescuer
-        self._hooks_of: dict[int, ExitStack] = {}  # on each optimizer, by its id
-        self._added: dict[int, ExitStack] = {}  # likewise, with what else refers to it
         self.observers = Observers(self.log.note_once)
         self.observers.only(observers)
         self._companions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -93,6 +91,7 @@ class Session:
         self.usage = Usage(workload, self.in_force, self.log)
         self._calls = ModelCalls(self)
         self._stepping = Stepping(self)
+        self.taken = TakenOptimizers(self, self._before_step, self._after_step)
         self._rest: _Rest | None = None
         self._hooks = ExitStack()
         self._model_id = id(workload.model)
@@ -289,64 +288,13 @@ class Session:
             hooks.callback(together.by_model.pop, self._model_id, None)
             self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced, self._calls.refuse_replicas)
             self._call_hook.install(hooks)
-            for optimizer in self.workload.optimizers:
-                self._add_optimizer(optimizer, hooks)
-                self.observers.tell("optimizer_found", optimizer)
-            on_each_step(self._on_any_step, hooks)
+            self.taken.attach(hooks)
             deleted = weakref.finalize(model, _model_deleted, weakref.ref(self))
             deleted.atexit = False
             hooks.callback(deleted.detach)
             if self.rescuer is not None:
                 self.rescuer.attach(self)
             self._hooks = hooks.pop_all()
-
-    def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer that is first seen when it steps, or that was initialized anew."""
-        if optimizer in self.in_force.optimizers:
-            if not keep_last(optimizer, self._before_step):  # `optimizer.__init__(...)` by the loop has dropped it
-                self._hooks_of[id(optimizer)].close()
-                self._hook(optimizer, self._hooks)
-            return
-        if unwrap_optimizer(optimizer) is not optimizer or not steps_some_of(optimizer, self.workload.model):
-            return
-        if together.is_led(self):
-            # an earlier session has just taken it over, and sees to its state
-            self.in_force.change(self.plan)
-        self.switching.retry(lambda: self.in_force.check_optimizer(optimizer))
-        with deferred_interrupts():
-            if self.workload.optimizers:
-                self._forget_dropped()
-            self._add_optimizer(optimizer, self._hooks)
-            self.workload.optimizers.append(optimizer)
-            self.log.note(f"found optimizer {type(optimizer).__name__}")
-            self.observers.tell("optimizer_found", optimizer)
-
-    def _add_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
-        with ExitStack() as hooks:
-            self._hook(optimizer, hooks)
-            self.in_force.attach_optimizer(optimizer)
-            hooks.callback(self.in_force.detach_optimizer, optimizer)
-            self._added[id(optimizer)] = added = hooks.pop_all()
-            undo.push(added)
-
-    def _forget_dropped(self) -> None:
-        """Let go of optimizers that the loop has dropped, moments and all, where no plan is on them."""
-        if self.techniques:
-            return
-        known = [weakref.ref(optimizer) for optimizer in self.workload.optimizers]
-        for optimizer in self.workload.optimizers:
-            self._added.pop(id(optimizer)).close()
-        del optimizer
-        self.workload.optimizers.clear()
-        for ref in known:
-            if (kept := ref()) is not None:
-                self._add_optimizer(kept, self._hooks)
-                self.workload.optimizers.append(kept)
-
-    def _hook(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
-        hooks = self._hooks_of[id(optimizer)] = undo.enter_context(ExitStack())
-        state_layers.show_own_form(optimizer, lambda: self.techniques, lambda: together.is_led(self), hooks)
-        install_step_hooks(optimizer, self._before_step, self._after_step, hooks)
 
     @never_compile
     def _before_step(
