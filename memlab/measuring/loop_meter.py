@@ -63,8 +63,8 @@ class CompanionObserver(Observer):
     def only_tried(self) -> None:
         self._meter.only_tried()
 
-    def took_effect(self) -> None:
-        self._meter.took_effect()
+    def only_watched(self) -> None:
+        self._meter.only_watched()
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         self._meter.storage_resized(storage)

@@ -153,7 +153,7 @@ class Meter(Observer):
         if self._step is not None:
             self._forget_peaks(self._step, ())
 
-    def took_effect(self) -> None:
+    def only_watched(self) -> None:
         """Steps so far are none of the plan's."""
         self.times.begin_anew()
         self.only_tried()

@@ -203,6 +203,8 @@ class Times:
     def begin_anew(self) -> None:
         """Forget the steps of the period under way."""
         self.period.release()
+        if self._periods.get(self.period.plan) is self.period:
+            del self._periods[self.period.plan]
         self.period = Period(self.period.number + 1, self.period.plan, self.period.earlier, observed_from=1)
         self.last_end = None
 

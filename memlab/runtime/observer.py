@@ -45,8 +45,8 @@ class Observer:
     def only_tried(self) -> None:
         """Note that what was allocated since the step began was a trial: no step of the plan needs it again."""
 
-    def took_effect(self) -> None:
-        """Note that the plan works from this step on: in the steps before, the loop was only watched under it."""
+    def only_watched(self) -> None:
+        """Note that steps so far are none of the plan's: in them the loop was only watched under it."""
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """An engine has given memory to a storage, or taken it away, without an operator."""

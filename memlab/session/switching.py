@@ -69,7 +69,7 @@ class Switching:
         host = Host(
             gradients_complete=lambda: observers.tell("gradients_complete"),
             only_tried=lambda: observers.tell("only_tried"),
-            took_effect=lambda: observers.tell("took_effect"),
+            only_watched=lambda: observers.tell("only_watched"),
             storage_resized=lambda storage: observers.tell("storage_resized", storage),
             on_trial=lambda: self.is_on_trial,
             of_rescue=lambda: self._is_of_rescue,
@@ -254,6 +254,8 @@ class Switching:
 
     def _is_back(self, plan: Plan, *, to_the_end: bool = False) -> bool:
         """Change to a plan that was in force before; return whether it still applies, and has room. The loop as written always applies."""
+        if any(technique.only_watches for technique in self.in_force.techniques):
+            self._observers.tell("only_watched")
         try:
             self.change(plan, noted=False, to_the_end=to_the_end)
         except (RefusalError, SessionError):

@@ -69,8 +69,8 @@ class Host:
     gradients_complete: Callable[[], None] = lambda: None
     # what was allocated since the step began was a trial, and is no peak of the plan
     only_tried: Callable[[], None] = lambda: None
-    # the setting has begun to work: what was measured of the plan before was only watched
-    took_effect: Callable[[], None] = lambda: None
+    # steps so far are none of the plan's: in them the loop was only watched
+    only_watched: Callable[[], None] = lambda: None
     # a storage got or lost memory without an operator
     storage_resized: Callable[[torch.UntypedStorage], None] = lambda _storage: None
     # how many aliases of each weight are kept meanwhile, to go back to
@@ -114,6 +114,7 @@ class Technique:
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         works_on_updates: whether it does nothing for a model that no optimizer updates.
         owns_steps: whether `step` does the optimizer's steps.
+        only_watches: whether it has only watched the loop so far, whose memory is as without it.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         host: the session it is in.
         notes: lines for the log and the receipt, in words.
@@ -136,6 +137,7 @@ class Technique:
     is_of_optimizer: bool = False
     works_on_updates: bool = False
     owns_steps: bool = False
+    only_watches: bool = False
     predecessor: Technique | None = None
 
     def __init__(self, plan: Plan) -> None:

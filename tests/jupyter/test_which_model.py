@@ -253,6 +253,23 @@ def test_settings_that_several_models_cannot_have_by_themselves(shell: Any, cell
         cell("%memfit undo all")
 
 
+def test_a_setting_that_goes_when_a_second_model_is_called_has_no_row(cell: Cell) -> None:
+    """In the step before, `--release-grads` had only watched the loop: what that took is nothing of its."""
+    made = "one, other = net(), net()\nopt1, opt2 = (torch.optim.AdamW(each.parameters()) for each in (one, other))"
+    assert cell(f"{SETUP}{made}").error is None
+    ran = cell("""%%memfit --release-grads
+for _ in range(3):
+    for model, optimizer in ((one, opt1), (other, opt2)):
+        mse_loss(model(x), torch.ones(12, 4)).backward()
+        optimizer.step(); optimizer.zero_grad()
+""")
+    assert ran.error is None, ran.err
+    said = " ".join(ran.out.split())
+    assert "refused --release-grads: gradients: this cell trains one and other" in said
+    assert next(line.split("  ")[0] for line in ran.out.splitlines() if " KiB" in line) == "as written"
+    assert "--release-grads   " not in ran.out
+
+
 def test_a_plan_for_one_of_two_models_under_one_optimizer_says_that_it_is_for_both(shell: Any, cell: Cell) -> None:
     both = CASES["an actor and a critic under one optimizer"]
     for flags, is_said in (("--adam8bit", True), ("--checkpoint", False)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ SETTINGS: dict[str, float] = {
     "--release-grads": 1e-5,
     _LOSSY: 0.2,
 }
+
+
+_REFUSED = re.compile(r"step \d+: refused [^:]*: (.*?); as written is back")  # by what a later step shows
 
 
 class Verdict(StrEnum):
@@ -119,6 +123,8 @@ def _under(shell: InteractiveShell, stack: Stack, flags: str, expected: Numbers)
     left = [name for name in _attributes(shell, stack) if "memlab" in name]
     if left or not attributes:
         return Outcome(Verdict.RESIDUE, ", ".join(left))
+    if (refused := _REFUSED.search(" ".join(said.split()))) is not None:
+        return Outcome(Verdict.REFUSED, _line(refused[1]))
     verdict = Verdict.NO_EFFECT if "no effect" in said else Verdict.SAME
     return Outcome(verdict, f"{distance:.0e}" if distance else "0")
 

@@ -58,11 +58,11 @@ from memlab.runtime.modules import CacheOff, refuse_kept_weights
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
-from memlab.runtime.tree import flatten
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.batchnorm import BATCH_NORM
 from memlab.techniques.accumulation.conditions import Conditions
 from memlab.techniques.accumulation.judge import Judge
+from memlab.techniques.accumulation.known_verdicts import KnownVerdicts, Shape, shape_of
 from memlab.techniques.accumulation.merge import OtherConditionsError, UnsettledError
 from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.probe import Probe
@@ -74,7 +74,6 @@ from memlab.techniques.checkpointing.compiled import uncompiled
 _FULL = (Precision.KEEP, Precision.FP32)
 # of one call, while other conditions are found than those before
 _MOST_TRIES = 4
-_MOST_ROWS_JUDGED = 8  # numbers of rows of one shape
 
 
 class Accumulation(Technique):
@@ -108,14 +107,7 @@ class Accumulation(Technique):
         self._conditions = Conditions()
         self._cache_off = CacheOff(self.field)
         self._condition = 0  # that of the last call
-        # by shape and condition; rows that belong together in groups may be split between groups and nowhere else, so each verdict holds for
-        # parts of a multiple of so many rows
-        self._verdicts: dict[tuple[Any, ...], dict[int, SplitVerdict | RefusalError | None]] = {}
-        # what was in the places that forwards write to, when they were judged
-        # numbers of rows that were judged after the first, and why such a batch is not split
-        self._by_rows: dict[tuple[Any, ...], dict[int, RefusalError | None]] = {}
-        self._starts: dict[tuple[Any, ...], set[Any]] = {}
-        self._calls: dict[tuple[Any, ...], int] = {}  # of models that choose by values
+        self._verdicts = KnownVerdicts()
         self._has_split = False
         self._runs: weakref.WeakSet[MicroRun] = weakref.WeakSet()  # whose graphs are there
         self._learnt = Learnt(refused=lambda refusal: self.host.refused(refusal))
@@ -190,11 +182,7 @@ class Accumulation(Technique):
         del self._model
         self._batch_norms.clear()
         self._probes.clear()
-        self._verdicts.clear()
-        self._starts.clear()
-        self._by_rows.clear()
-        self._calls.clear()
-        self._conditions, self._condition = Conditions(), 0
+        self._verdicts, self._conditions, self._condition = KnownVerdicts(), Conditions(), 0
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self._learnt.compute_waiting()
@@ -287,7 +275,7 @@ class Accumulation(Technique):
                 # a forward that does something new, or values that were alike by chance: this batch is judged as well
                 assert run is not None
                 run.start_over()
-                del self._verdicts[self._shape_of(whole, layout, parts)]
+                self._verdicts.forget(self._shape_of(whole, layout, parts))
                 if last_try:
                     self._refuse_changing()
             except Exception as error:
@@ -330,52 +318,35 @@ class Accumulation(Technique):
         if self._is_fake:
             return None
         grain = math.gcd(*(stop - start for start, stop in row_ranges(layout.rows, parts)))
-        shape = self._shape_of(whole, layout, parts)
-        found = _known(self._verdicts.get(shape, {}), grain)
-        judged = self._by_rows.setdefault(shape, {})
-        is_new = layout.rows not in judged and len(judged) < _MOST_ROWS_JUDGED  # a forward may ask how many there are
-        found = judged.setdefault(layout.rows, None) or found
-        is_again = isinstance(found, SplitVerdict) and (is_new or self._is_judged_again(found, shape))
-        before = found if isinstance(found, SplitVerdict) and is_again else None
-        if before is not None:
-            found = ()
-        if isinstance(found, (RefusalError, tuple)):
+        asked = self._verdicts.ask(self._shape_of(whole, layout, parts), layout.rows, grain)
+        known = asked.verdict
+        if isinstance(known, (RefusalError, tuple)):
             # else it is looked at when it runs
             self._check_condition(whole, self._surroundings())
-        if isinstance(found, RefusalError):
-            raise found.with_traceback(None)
-        if isinstance(found, tuple):
-            try:
-                found = self._judged(call, whole, layout, parts, self._starts.setdefault(shape, set())) or before
-            except RefusalError as refusal:
-                if before is None:
-                    self._verdicts.setdefault(shape, {})[grain] = refusal
-                else:
-                    judged[layout.rows] = refusal
+        if isinstance(known, RefusalError):
+            raise known.with_traceback(None)
+        if not isinstance(known, tuple):
+            return known
+        try:
+            found = self._judged(call, whole, layout, parts, asked.starts) or asked.before
+        except RefusalError as refusal:
+            asked.is_refused(refusal)
+            raise
+        except Exception as error:
+            if asked.before is None or not is_out_of_memory(error):
                 raise
-            except Exception as error:
-                if before is None or not is_out_of_memory(error):
-                    raise
-                release(error)
-                return before
-            if next(self._model.parameters()).is_cuda:
-                torch.cuda.empty_cache()  # rows together reserve more than the steps that follow need
-            if found is not None:
-                probe = self._probes.pop(self._condition)
-                self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])
-                self._condition = self._condition_of(whole, self._surroundings())
-                self._probes[self._condition] = probe
-            shape = self._shape_of(whole, layout, parts)  # under the conditions that are known by now
-            self._verdicts.setdefault(shape, {})[grain] = found
-            self._by_rows.setdefault(shape, {})[layout.rows] = None
+            release(error)
+            return asked.before
+        if next(self._model.parameters()).is_cuda:
+            torch.cuda.empty_cache()  # rows together reserve more than the steps that follow need
+        if found is not None:
+            probe = self._probes.pop(self._condition)
+            self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])
+            self._condition = self._condition_of(whole, self._surroundings())
+            self._probes[self._condition] = probe
+        # under the conditions that are known by now
+        self._verdicts.at(self._shape_of(whole, layout, parts), asked).is_judged(found)
         return found
-
-    def _is_judged_again(self, known: SplitVerdict, shape: tuple[Any, ...]) -> bool:
-        """Return whether what is known of calls of a shape is looked at once more: at the second of them, the fourth, the eighth."""
-        if not known.chooses:
-            return False
-        calls = self._calls[shape] = self._calls.get(shape, 1) + 1
-        return calls.bit_count() == 1
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(self._model, without_buffers_of=self._per_part)
@@ -429,65 +400,9 @@ class Accumulation(Technique):
         starts |= verdict.starts
         return replace(verdict, starts=frozenset(starts))
 
-    def _shape_of(self, whole: Call, layout: Layout, parts: int) -> tuple[Any, ...]:
-        """Return what decides whether another judgement is needed: everything but the number of rows.
-
-        Lengths count by powers of two: a loop whose batches are as long as their longest row would else be judged all the time.
-        Of rows in lists it counts whether all parts are as long as the whole, to which a model may pad them.
-        """
-        dims, whole = dict(layout.dims), layout.view(whole)
-        shapes = tuple(
-            (
-                leaf.dtype,
-                leaf.requires_grad,
-                *(size.bit_length() for dim, size in enumerate(leaf.shape) if dim != dims.get(i)),
-            )
-            if isinstance(leaf, torch.Tensor)
-            else (type(leaf), layout.in_lists and i in dims and _are_alike(leaf, row_ranges(layout.rows, parts)))
-            for i, leaf in enumerate(whole.leaves)
-        )
-        modes = hash(
-            tuple(
-                (
-                    type(module),
-                    module.training,
-                    *map(id, module._forward_hooks.values()),
-                    *map(id, module._forward_pre_hooks.values()),
-                )
-                for module in self._model.modules()
-            )
-        )
-        trained = hash(tuple(parameter.requires_grad for parameter in self._model.parameters()))
-        return self._condition, whole.spec, shapes, layout.dims, modes, trained
+    def _shape_of(self, whole: Call, layout: Layout, parts: int) -> Shape:
+        return self._condition, *shape_of(self._model, whole, layout, parts)
 
     def _note_once(self, kind: str, line: str) -> None:
         if not any(kind in note for note in self.notes):
             self.notes.append(line)
-
-
-def _are_alike(rows: Any, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Return whether in all parts of a list the largest and the smallest sizes of rows are those of the whole list."""
-    if not isinstance(rows, (list, tuple)):
-        return True
-    sizes = [_sizes(row) for row in rows]
-    return len({*map(len, sizes)}) == 1 and all(_extremes(sizes[slice(*span)]) == _extremes(sizes) for span in ranges)
-
-
-def _sizes(row: Any) -> tuple[int, ...]:
-    """Return the sizes of what a row consists of: of tensors, and of texts."""
-    found: list[int] = []
-    for leaf in flatten(row)[0]:
-        found += leaf.shape if isinstance(leaf, torch.Tensor) else [len(leaf)] if isinstance(leaf, str) else []
-    return tuple(found)
-
-
-def _extremes(sizes: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-    return [(min(each), max(each)) for each in zip(*sizes, strict=True)]
-
-
-def _known(
-    verdicts: Mapping[int, SplitVerdict | RefusalError | None], grain: int
-) -> SplitVerdict | RefusalError | tuple[()] | None:
-    """Return what is known of parts of a multiple of so many rows; a tuple where nothing is."""
-    fitting = (verdicts[of] for of in sorted(verdicts) if grain % of == 0)
-    return next((each for each in fitting if not isinstance(each, RefusalError)), verdicts.get(grain, ()))

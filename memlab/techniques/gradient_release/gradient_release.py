@@ -127,6 +127,7 @@ class GradientRelease(Technique):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self.only_watches = True
         self._owners: dict[int, Optimizer | None] = {}  # by id of the parameter; None for one that two update
         self._heard: set[int] = set()  # parameters with a hook
         self._complete: set[int] = set()  # parameters whose gradient of this step is complete
@@ -339,7 +340,7 @@ class GradientRelease(Technique):
         elif not self._releases and all(map(self._is_seen, self._updating())):
             self._releases = True
             if self._steps_to_watch > 1:
-                self.host.took_effect()
+                self.host.only_watched()
 
     def _is_seen(self, optimizer: Optimizer) -> bool:
         return self._watched[optimizer] >= self._steps_to_watch > 0
@@ -432,6 +433,7 @@ class GradientRelease(Technique):
 
     def _release(self, optimizer: Optimizer, step: _Step) -> None:
         """Update the parameters that wait, and free their gradients."""
+        self.only_watches = False
         parameters = step.take()
         try:
             with self._watch.paused():
