@@ -48,6 +48,8 @@ class Meter(Observer):
     Known limitations:
         An exception between forward and step shows only in the next forward: a session that sees one
         escape calls `interrupted`, or the forwards before it count towards the next step.
+
+    Over 300 lines: each moment of the loop changes the one step that is open.
     """
 
     def __init__(

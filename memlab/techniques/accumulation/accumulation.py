@@ -81,6 +81,8 @@ class Accumulation(Technique):
 
     Known limitations: a second backward through the same loss of a model that returns one is not possible; neither are models
     that write to their arguments. What a forward changes in objects of libraries, or in its ways through other threads, is not looked at.
+
+    Over 300 lines: whether a call is split, judged, run whole or refused is decided in one place, from the same conditions.
     """
 
     field = "accumulation"

@@ -72,6 +72,8 @@ class PrecisionChoice(Technique):
 
     Known limitations: a loop that runs under autocast itself keeps its own precision (said in the notes). Only the first call is
     looked at for what does not run in half precision.
+
+    Over 300 lines: a third is words of its settings and refusals; the formats share first calls and the casts around a call.
     """
 
     field = "precision"
