@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import gc
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from memlab import RefusalError, Workload, fit
+from memlab.measuring.ledger import Ledger
 from memlab.plan import Plan
 from memlab.rescue.recovery import NothingFitsError
 from memlab.rescue.rescuer import Rescuer
@@ -28,6 +30,7 @@ from memlab.session import Session, train_together
 from memlab.techniques.accumulation import judge as _judge
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.judgement import TOLERANCE
+from memlab.techniques.accumulation.rounding import STRONG, Rounding
 from tests.techniques.models import Regressor, distance, gradients, regression_batch, workload
 
 Loop = Callable[[nn.Module, int], torch.Tensor]
@@ -1298,3 +1301,48 @@ def test_rows_that_depend_on_each_other_are_refused_in_half_precision() -> None:
         pytest.raises(RefusalError, match="accumulation: "),
     ):
         model(torch.randn(8, 512, 16), torch.randint(0, 2, (8,)))["loss"].backward()
+
+
+def test_a_comparison_in_half_precision_leaves_no_graph() -> None:
+    class Dropping(_Pooled):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(nn.functional.dropout(x, 0.1), y)
+
+    torch.manual_seed(0)
+    model, x, y = Dropping(), torch.randn(8, 512, 16), torch.randint(0, 2, (8,))
+    ledger = Ledger()
+    gc.disable()
+    try:
+        with fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 2 --bf16"), ledger:
+            model(x, y)["loss"].backward()
+            assert ledger.live_bytes < x.nbytes / 16
+    finally:
+        gc.enable()
+        ledger.close()
+
+
+def test_noise_is_the_same_in_a_part_that_is_computed_again() -> None:
+    """Under `--checkpoint` other noise in the backward pass would be a change in what the part reads."""
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 16), torch.randn(16, 16)
+    with Rounding(x.device, STRONG):
+        first, other, again = x @ w, w @ w, x @ w
+    assert torch.equal(first, again)
+    assert not torch.equal(first, x @ w)
+    assert not torch.equal(other, w @ w)
+
+
+def test_an_input_that_the_forward_pass_asks_the_gradient_of() -> None:
+    """As in models of speech, whose first convolution is to have one; `--offload activations` looks at its storage."""
+
+    class Listening(_Pooled):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(x[:, :].requires_grad_(), y)
+
+    torch.manual_seed(0)
+    model, batch = Listening().double(), (torch.randn(8, 512, 16).double(), torch.randint(0, 2, (8,)))
+    model(*batch)["loss"].backward()
+    expected = gradients(model)
+    with fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 2 --offload activations"):
+        model(*batch)["loss"].backward()
+    assert distance(gradients(model), expected) <= TOLERANCE

@@ -111,11 +111,14 @@ class Judge:
         try:
             return self._judged(*of_call)
         except RefusalError as refusal:
-            if refusal.technique == _FIELD and (self._is_low or CallContext().is_on):
-                # there may be no room in full precision, or code that takes no other
-                with suppress(Exception), InFull():
-                    return self._judged(*of_call)
-            raise
+            if refusal.technique != _FIELD or not (self._is_low or CallContext().is_on):
+                raise
+            refused = refusal
+        release(refused)  # of the graphs that were compared
+        # there may be no room in full precision, or code that takes no other
+        with suppress(Exception), InFull():
+            return self._judged(*of_call)
+        raise refused
 
     def _judged(
         self, call: Callable[..., Any], whole: Call, layout: Layout, ranges: list[tuple[int, int]]
@@ -139,7 +142,7 @@ class Judge:
                     )
                     break
                 except DisagreementError as disagreement:
-                    first = first or disagreement
+                    first = first or disagreement.with_traceback(None)  # whose frames hold the graphs, and this name
                     draws_on_host = attempt.draws_on_host
                     if not draws_on_host:
                         break

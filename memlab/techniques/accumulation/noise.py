@@ -140,6 +140,7 @@ class Noise(WatchingMode):
             self.chooses |= func in _CHOOSING and _is_computed(args[0])
             # a view of what was there before (of a global that is looked at, say) is not made here; what is written to is
             given = {_storage_of(each) for each in args if isinstance(each, torch.Tensor) and not _writes(func)}
+            given |= {each._cdata for each in args if isinstance(each, torch.UntypedStorage)}  # `set_`
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, torch.Tensor):
                     self.computes_low |= tensor.dtype in LOW_DTYPES

@@ -36,7 +36,7 @@ class Rounding(WatchingMode):
     def __init__(self, device: torch.device, times: int = 1) -> None:
         super().__init__()
         self._times = times
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator(device)
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
@@ -47,8 +47,10 @@ class Rounding(WatchingMode):
         return result
 
     def _round(self, product: torch.Tensor) -> None:
-        drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
         size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
+        # a part that is computed again in the backward pass (--checkpoint) is to give what it gave
+        self._generator.manual_seed(hash(float(size)))
+        drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
         product.add_(drawn.mul_(size * self._times * torch.finfo(product.dtype).eps))
 
 
