@@ -84,11 +84,13 @@ class Parts:
     tokens: int  # tokens of its batch
     host_bytes: int  # kept off the device
     notes: tuple[str, ...]  # in words
-    # what comes once, before or in the first step: accumulation's look at a few rows, or a pass in which a technique sees
-    # how to run those after it; None for neither
+    # a pass in the first step in which a technique sees how to run those after it; None for none
     look: Segment | None = None
     look_base: Levels | None = None  # what lives before that, where it is less than later
-    empties_cache: bool = False  # whether the allocator's cache is given back after it, as when a split has been judged
+    # accumulation's look at a few rows, before it first splits a batch: there must be room for it, and no peak is measured of it
+    probe: Segment | None = None
+    # whether the allocator's cache is given back after what comes once, as when a split has been judged
+    empties_cache: bool = False
     has_state: bool = False  # whether the optimizer has taken steps already, so that its state lives during that look
     kept: Levels = NOTHING  # bytes by category of outputs that stay until the update
     inputs: tuple[int, ...] = ()  # sizes of the batch's tensors, and of what else stays
@@ -114,9 +116,25 @@ class Parts:
         bases = self.bases()
         peaks = [added(base, segment.shape.peak) for base, segment in zip(bases, self.segments, strict=True)]
         if self.look is not None:
-            base = self.base if self.look_base is None else self.look_base
-            peaks.append(added(base if self.has_state else without_state(base), self.look.shape.peak))
+            peaks.append(added(self._first_base, self.look.shape.peak))
         return max([*peaks, *bases], key=sum)
+
+    @property
+    def _first_base(self) -> Levels:
+        """Bytes that live when the first step begins."""
+        base = self.base if self.look_base is None else self.look_base
+        return base if self.has_state else without_state(base)
+
+    @property
+    def once(self) -> Segment | None:
+        """The higher one of what comes once, before or in the first step."""
+        found = [each for each in (self.look, self.probe) if each is not None]
+        return max(found, key=lambda each: sum(each.shape.peak), default=None)
+
+    @property
+    def probe_bytes(self) -> int:
+        """Highest live bytes of the look at a few rows; 0 without one."""
+        return 0 if self.probe is None else sum(added(self._first_base, self.probe.shape.peak))
 
     @property
     def seconds(self) -> float:
@@ -289,7 +307,8 @@ class PlanPredictor:
         sizes = [stop - start for start, stop in row_ranges(whole.samples, plan.accumulation)]
         about_outputs = () if is_split else self._about_outputs(settings)
         # before passes of fewer rows, which have to know how the batch is split
-        look = self._looked(plan, settings, sizes)
+        probe = self._look_at_rows(plan) if is_split else None
+        look = self._looked(settings, sizes)
         return whole, Parts(
             base=without_state(levels(whole.observation.baseline_bytes)),
             segments=tuple(self._passes.segments(settings, sizes)),
@@ -298,6 +317,7 @@ class PlanPredictor:
             host_bytes=self._passes.host_bytes(settings, max(sizes)),
             notes=(*self._passes.notes(settings, max(sizes)), *about_outputs),
             look=look,
+            probe=probe,
             kept=self._passes.kept(settings) if is_split else NOTHING,
         )
 
@@ -336,12 +356,10 @@ class PlanPredictor:
                 f"{format_bytes(size_bytes)} more"
             )
 
-    def _looked(self, plan: Plan, settings: Plan, sizes: Sequence[int]) -> Segment | None:
-        """Return what comes once, the higher one of two."""
+    def _looked(self, settings: Plan, sizes: Sequence[int]) -> Segment | None:
+        """Return the pass that comes once, the higher one of two."""
         is_split = len(sizes) > 1
-        # a look at few rows is the first pass
-        at_rows = self._look_at_rows(plan) if is_split else None
-        looks = [self._passes.first(settings, sizes[0], is_split=is_split), at_rows]
+        looks = [self._passes.first(settings, sizes[0], is_split=is_split)]
         if settings.precision in _IN_16_BITS and not is_split:
             looks.append(self._first_in_16_bits(settings, sizes))
         return max((look for look in looks if look is not None), key=lambda look: sum(look.shape.peak), default=None)

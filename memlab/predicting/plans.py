@@ -198,6 +198,7 @@ def _prediction(predictor: PlanPredictor, plan: Plan) -> Prediction:
     reserved = None if settings is None else reserved_by(script_of(parts, target.workspaces), settings)
     allocated_bytes = sum(highest) if reserved is None else reserved.allocated_bytes
     reserved_bytes = None if reserved is None else reserved.reserved_bytes
+    low_bytes, high_bytes = target.interval_bytes(reserved_bytes or allocated_bytes)
     return Prediction(
         plan=plan.label,
         device=target.name,
@@ -209,7 +210,7 @@ def _prediction(predictor: PlanPredictor, plan: Plan) -> Prediction:
         step_seconds=parts.seconds,
         samples_per_step=parts.samples,
         tokens_per_step=parts.tokens,
-        interval_bytes=target.interval_bytes(reserved_bytes or allocated_bytes),
+        interval_bytes=(low_bytes, max(high_bytes, parts.probe_bytes)),
         interval_seconds=interval_seconds(parts.seconds, calibrated=False),
         notes=parts.notes,
     )

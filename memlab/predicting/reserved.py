@@ -51,8 +51,8 @@ class Player:
         """Take its memory back."""
         self._allocator.free(storage)
 
-    def plan_applied(self) -> None:
-        """The plan is in force: the cache has been given back (see `memlab.session.in_force`), and peaks count from now on."""
+    def begins_anew(self) -> None:
+        """The plan is in force, or a split is judged: the cache has been given back, and peaks count from now on."""
         self.cache_emptied()
         self._allocator.reset_peaks()
 
@@ -82,7 +82,8 @@ class Script:
     # what libraries allocate once, by stretch of the first step: after which storage's birth (None for at once), and
     # sizes in bytes
     workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
-    look: Events = ()  # what comes once, before or in the first step (`Parts.look`)
+    look: Events = ()  # what comes once, before or in the first step (`Parts.once`)
+    counts_look: bool = True  # whether that is in peaks
     first: Events | None = None  # the last stretch of the first step, where it creates the optimizer's state
 
 
@@ -112,17 +113,18 @@ def reserved_by(script: Script, settings: Settings) -> Reserved:
 def script_of(parts: Parts, workspaces: Sequence[int]) -> Script:
     """Return what two steps of a plan ask for."""
     *passes, last = [segment.events for segment in parts.segments]
-    look = () if parts.look is None else parts.look.events
+    look = () if parts.once is None else parts.once.events
     taken: dict[int, list[tuple[int | None, int]]] = {}
     for number, size_bytes in enumerate(workspaces):
         in_backward = 2 * number >= len(workspaces)
         # a thread takes its workspace when it first multiplies matrices, and after it has made room for the result
         place, stretch = 0, parts.segments[0]
-        if parts.look is not None and in_backward in parts.look.products:
-            place, stretch = _LOOK, parts.look
+        if parts.once is not None and in_backward in parts.once.products:
+            place, stretch = _LOOK, parts.once
         taken.setdefault(place, []).append((stretch.products.get(in_backward), size_bytes))
     first = None if parts.first_update is None else parts.first_update.events
-    return Script(parts, passes, last, taken, look, first)
+    counts_look = parts.probe is None or parts.once is not parts.probe
+    return Script(parts, passes, last, taken, look, counts_look, first)
 
 
 def _until_settled(allocator: Allocator) -> Iterator[int]:
@@ -145,13 +147,15 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
     if applied is not None:
         Player.play(player, applied.events, held)  # no stretch of a step, which takes time
         held = dict(zip(parts.owned, (held.pop(number) for number in applied.after), strict=True))
-        player.plan_applied()
+        player.begins_anew()
     if parts.has_state:
         held |= _born(player, parts.state, Category.OPTIMIZER_STATE)
     if script.look:
         player.begin(0, _LOOK)
         _end(player, _played(player, script.look, script.workspaces.get(_LOOK, ())).values())
-        if parts.empties_cache:
+        if not script.counts_look:
+            player.begins_anew()
+        elif parts.empties_cache:
             player.cache_emptied()
     carried: dict[int, Any] = {}
     for step in steps:
@@ -223,8 +227,8 @@ class _Serving(Player):
         self._smalls: dict[int, _Small] = {}  # by bytes requested
         self.peak_bytes = self.most_small_bytes = 0
 
-    def plan_applied(self) -> None:
-        super().plan_applied()
+    def begins_anew(self) -> None:
+        super().begins_anew()
         self.most_small_bytes = self._small_bytes
         self.peak_bytes = self._allocator.allocated_bytes + self._small_bytes
 

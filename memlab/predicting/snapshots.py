@@ -130,7 +130,7 @@ class _History(Player):
     def __init__(self, words: str, settings: Settings, parts: Parts) -> None:
         super().__init__(Allocator(settings, history=True))
         self._words = words
-        self._segments = [*parts.segments, *([] if parts.look is None else [parts.look])]
+        self._segments = [*parts.segments, *([] if parts.once is None else [parts.once])]
         self._names = [*_names_of(parts.segments), "look at a few rows"]
         self._stretch = 0
         self._within = "before the first step"

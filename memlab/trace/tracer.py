@@ -38,7 +38,7 @@ from memlab.runtime.workload import Workload
 from memlab.session import Session, fit
 from memlab.session.tape import Replay, Tape
 from memlab.techniques.accumulation.accumulation import Accumulation
-from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.probe import LEAST_ROWS, Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.checkpointing.checkpointing import main_blocks
 from memlab.trace.depth import FEWER, KEPT, Cut, Repeated, are_same, cut_of, deepened
@@ -410,7 +410,7 @@ class Tracer:
         """
         with self._session(Plan()) as (session, seen):
             workload = seen.workload
-            probe = Probe(workload.model, workload.name)
+            probe = Probe(workload.model, workload.name, most_rows=LEAST_ROWS)  # more only where there is memory
             whole = _arguments_of(self._pass_of(None, use_cache=not self.uses_cache))
             seen.begin(session, workload)
             layout = probe.layout(whole)

@@ -36,6 +36,7 @@ from memlab.measuring.runs import training_step
 from memlab.plan import Plan
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.plans import predicted_by
+from memlab.runtime.observer import Observer
 from tests.bench import accuracy
 from tests.bench.__main__ import slug, versions
 from tests.bench.accuracy import PLANS, RESULTS, Summary
@@ -221,11 +222,18 @@ def _peaks(workload: Workload, flags: str) -> tuple[int, int]:
     # rows whose positions do not go up by one are taken for several texts, with masks: what has no values is
     one_text = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _positions: None)
     no_values = one_text if IS_EMULATED else contextlib.nullcontext()
-    with without_judgement(), unjudged(), no_values, fit(workload, flags, rescue=False):
+    with without_judgement(), unjudged(), no_values, fit(workload, flags, [_Judged()], rescue=False):
         torch.cuda.reset_peak_memory_stats()
         for _ in range(STEPS):
             training_step(workload)
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+class _Judged(Observer):
+    """Counts peaks from where the split of a batch is judged, as a measurement does."""
+
+    def only_tried(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _say(line: str) -> None:

@@ -135,7 +135,7 @@ def test_workspaces_are_taken_once_where_matrices_are_first_multiplied(passes: S
 def test_threads_take_their_workspaces_at_their_first_products() -> None:
     workload = family("masked bert")
     parts = PlanPredictor(workload, "A100 80GB").parts(Plan.parse("--accumulate 2"))
-    assert parts.look is not None
+    assert parts.probe is not None
     of_forward, of_backward = 7 * MIB, 9 * MIB
     taken = script_of(parts, (of_forward, of_backward)).workspaces
     [(in_look, sizes), (in_pass, others)] = [
@@ -143,7 +143,7 @@ def test_threads_take_their_workspaces_at_their_first_products() -> None:
     ]
     assert sorted(taken) == [-1, 0]
     assert (sizes, others) == (of_forward, of_backward)
-    assert in_look in {number for size_bytes, number, _, _ in parts.look.events if size_bytes > 0}
+    assert in_look in {number for size_bytes, number, _, _ in parts.probe.events if size_bytes > 0}
     moments = {number: moment for size_bytes, number, _, moment in parts.segments[0].events if size_bytes > 0}
     assert moments[in_pass] == BACKWARD
 
@@ -152,7 +152,7 @@ def test_the_look_at_rows_fills_no_key_value_cache() -> None:
     def looked(*, uses_cache: bool) -> list[int]:
         workload = family("gpt2")
         workload.model.config.use_cache = uses_cache
-        look = PlanPredictor(workload, "T4").parts(Plan.parse("--accumulate 2")).look
+        look = PlanPredictor(workload, "T4").parts(Plan.parse("--accumulate 2")).probe
         assert look is not None
         return [size_bytes for size_bytes, *_ in look.events]
 

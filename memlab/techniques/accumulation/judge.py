@@ -38,7 +38,7 @@ from memlab.techniques.accumulation.agreement import DisagreementError
 from memlab.techniques.accumulation.judgement import Judgement, SumsError
 from memlab.techniques.accumulation.noise import Order, StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.rounding import InFull
+from memlab.techniques.accumulation.rounding import in_full
 from memlab.techniques.accumulation.rows import unlike_rows
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict, unjudged
@@ -116,7 +116,7 @@ class Judge:
             refused = refusal
         release(refused)  # of the graphs that were compared
         # there may be no room in full precision, or code that takes no other
-        with suppress(Exception), InFull():
+        with suppress(Exception), in_full():
             return self._judged(*of_call)
         raise refused
 

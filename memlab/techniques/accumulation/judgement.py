@@ -425,7 +425,8 @@ class _LeavesBeside:
     """Leaves that are none of the model's weights (a table of the loop's), whose gradients the runs are not to add to."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # with their gradients; one that the forward pass has made goes with its graph, or it would seem to be kept by the model
+        self._kept: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
 
     def set_aside(self, leaves: Iterable[torch.Tensor], name: str) -> None:
         """Take gradients of leaves away, unless that is done. Refuses hooks on them, which would be called once for each part."""
@@ -435,14 +436,16 @@ class _LeavesBeside:
                 refuse(
                     f"{name} uses a tensor of the loop's that has a hook, which would be called once for each micro-batch"
                 )
-            if id(leaf) not in self._kept:
-                self._kept[id(leaf)] = leaf, leaf.grad
+            if not any(known() is leaf for known, _ in self._kept):
+                self._kept.append((weakref.ref(leaf), leaf.grad))
                 leaf.grad = None
 
     def put_back(self) -> None:
         """Give them back."""
-        for leaf, gradient in self._kept.values():
-            leaf.grad = gradient
+        for known, gradient in self._kept:
+            leaf = known()
+            if leaf is not None:
+                leaf.grad = gradient
         self._kept.clear()
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.autocast import without_autocast
 from memlab.runtime.dispatch import HALF
 from memlab.runtime.fp32_products import exact_products
-from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, is_ndarray, why_apart
@@ -34,6 +34,8 @@ from memlab.techniques.accumulation.split import (
     weights_by,
 )
 
+_T = TypeVar("_T")
+
 _FIELD = "accumulation"
 # relative difference up to which two results count as equal: in fp32, and in half precision
 _TOLERANCE = 1e-4
@@ -42,6 +44,7 @@ _LOW_TOLERANCE = 3e-2
 _MOST_COLUMNS = 256
 # losses of the probe's parts that are closer than this, relatively, tell little about how they add up
 _ALIKE = 0.1
+LEAST_ROWS = 2  # one apart from another
 # further looks at rows that tell rules apart
 _MOST_LOOKS = 3
 # vectors among which the weights of classes are looked for
@@ -64,8 +67,10 @@ class Probe:
         run: Callable[..., Any] | None = None,
         *,
         buffers_alone: bool = False,
+        most_rows: int = 3,
     ) -> None:
         self._run = run  # runs it; None for its own `forward`
+        self._most_rows = most_rows  # that are looked at together
         # of its state, buffers alone are put back; the rest is that of an engine, which has hooks on it
         self._buffers_alone = buffers_alone
         self._model = model  # the model whose calls are split. It is run without gradients
@@ -94,8 +99,21 @@ class Probe:
             RefusalError: no tensor with a batch dimension, or rows that depend on each other.
         """
         known = self._layouts.get(call.kind)
-        if known is not None:
-            return known.of(call)
+        return self._of_fewer_rows(lambda: self._found_layout(call)) if known is None else known.of(call)
+
+    def _of_fewer_rows(self, look: Callable[[], _T]) -> _T:
+        """Look at three rows, and at two where there is no memory for three: a part of a batch may be a single one."""
+        try:
+            return look()
+        except BaseException as error:
+            if self._most_rows == LEAST_ROWS or not is_out_of_memory(error):
+                raise
+            oom = error
+        release(oom)
+        self._most_rows = LEAST_ROWS
+        return look()
+
+    def _found_layout(self, call: Call) -> Layout:
         candidates = layouts_of(call)
         if not candidates and any(map(is_sparse, call.leaves)):
             raise RefusalError(
@@ -156,7 +174,8 @@ class Probe:
         known = self._rules.get(call.kind)
         weightings = {} if known is None else _weightings(known, parts, layout)
         if known is None or not all(map(_agree, weightings.values())):
-            known = self._matching(call, layout, known, parts)
+            before = known
+            known = self._of_fewer_rows(lambda: self._matching(call, layout, before, parts))
             if not all(known.values()):  # a loss over no target: there is nothing to learn from it
                 return {position: [0.0] * len(parts) for position in known}
             self._rules[call.kind] = known
@@ -174,8 +193,8 @@ class Probe:
         """
         for self.goes_on, self.order in (*((False, order) for order in Order), (True, Order.ROWS)):
             try:
-                whole, parts = self._look(call, layout, range(min(layout.rows, 3)))
-                joins = self._joins_of(layout, whole, parts, [1, min(layout.rows, 3) - 1])
+                whole, parts = self._look(call, layout, range(min(layout.rows, self._most_rows)))
+                joins = self._joins_of(layout, whole, parts, [1, min(layout.rows, self._most_rows) - 1])
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, MemlabError):
                     raise
@@ -201,7 +220,7 @@ class Probe:
         if any(i not in whole.scalars for i in tensors) or any(bool(whole.leaves[i].isnan()) for i in tensors):
             return True
         call = layout.view(call)
-        picked = [layout.pick(call, [0]), layout.pick(call, range(1, min(layout.rows, 3)))]
+        picked = [layout.pick(call, [0]), layout.pick(call, range(1, min(layout.rows, self._most_rows)))]
         rules = loss_rules(call, layout, class_weights_of(self._model, call, layout), [*self._ignored])
         weightings = weights_by(rules, picked, layout)
         return all(
@@ -243,7 +262,8 @@ class Probe:
     ) -> dict[int, list[LossRule]]:
         call = layout.view(call)
         every = loss_rules(call, layout, class_weights_of(self._model, call, layout), [*self._ignored])
-        rows = telling_rows(call, layout, every)
+        one, *more = telling_rows(call, layout, every)
+        rows = [one, *more[1 - self._most_rows :]]
         found, outputs = self._holding(call, layout, rows, lambda position: (known or {}).get(position, every))
         if found.get(outputs[0].loss) and _alike(outputs):
             # nearly the same loss in both parts: almost any function of it would do, so look at rows that differ

@@ -1,4 +1,4 @@
-"""`Rounding`: rounds matrix products otherwise, which tells how much of a gradient is rounding; `InFull`: rounds less.
+"""`Rounding`: rounds matrix products otherwise, which tells how much of a gradient is rounding; `in_full`: rounds less.
 
 The same rows give other last digits in batches of other sizes, as libraries cut products into other blocks. Where outputs
 have come close to their targets, the gradient is a difference of nearly equal numbers, and these digits are most of it.
@@ -6,10 +6,13 @@ have come close to their targets, the gradient is a difference of nearly equal n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memlab.runtime.dispatch import HALF, MATRIX_PRODUCTS, WatchingMode
 
@@ -54,12 +57,31 @@ class Rounding(WatchingMode):
         product.add_(drawn.mul_(size * self._times * torch.finfo(product.dtype).eps))
 
 
-class InFull(WatchingMode):
-    """Computes in fp32 what would be computed in half precision.
+@contextmanager
+def in_full() -> Iterator[None]:
+    """Compute in fp32 what would be computed in half precision.
 
     Sums over many rows in half precision can lose most of what they add up, and another part for other numbers of rows.
     """
+    with _OneType(), _InFull():
+        yield
 
+
+class _OneType(TorchFunctionMode):
+    """Casts what a function is given in half precision beside fp32: some look whether types are one before operators are met."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        writes_or_reads = str(getattr(func, "__name__", "")).endswith("_")  # in place, or an attribute
+        if torch.float32 in dtypes and not dtypes.isdisjoint(HALF) and not writes_or_reads:
+            args, kwargs = tree_map(_as_full, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _InFull(WatchingMode):
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # gradients of weights in half precision are cast to it by the engine
         is_engines = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
@@ -68,11 +90,11 @@ class InFull(WatchingMode):
         schema = func._schema
         if schema.is_mutable or any(each.alias_info for each in schema.returns):
             return func(*args, **kwargs)
-        full_args, full_kwargs = tree_map(_in_full, (args, kwargs))
+        full_args, full_kwargs = tree_map(_as_full, (args, kwargs))
         return func(*full_args, **full_kwargs)
 
 
-def _in_full(value: Any) -> Any:
+def _as_full(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
