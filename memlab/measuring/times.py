@@ -187,6 +187,7 @@ class Times:
         self.steps_ended = 0  # steps so far, also those without a record
         self.last_end: TimeMark | None = None  # when the newest step ended; None where the loop has stood still since
         self._periods: dict[Plan, Period] = {}
+        self._observed: dict[Plan, Period] = {}  # of each plan, the latest that is over and of which a step was observed
         self._pending: deque[_PastStep] = deque()
         self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)
         self._lock = threading.Lock()
@@ -194,7 +195,7 @@ class Times:
     # -- as the loop runs ----------------------------------------------------------------------
 
     def plan_changed(self, plan: Plan) -> None:
-        self.period.release()
+        self._release()
         before = self._periods.get(plan)
         earlier = (*before.earlier, before.number) if before is not None else ()
         self.period = Period(self.period.number + 1, plan, earlier)
@@ -202,11 +203,16 @@ class Times:
 
     def begin_anew(self) -> None:
         """Forget the steps of the period under way."""
-        self.period.release()
+        self._release()
         if self._periods.get(self.period.plan) is self.period:
             del self._periods[self.period.plan]
         self.period = Period(self.period.number + 1, self.period.plan, self.period.earlier, observed_from=1)
         self.last_end = None
+
+    def _release(self) -> None:
+        self.period.release()
+        if self.period.timeline:
+            self._observed[self.period.plan] = self.period
 
     def end_step(self, step: OpenStep, peaks: Peaks) -> None:
         """Add a step that is over; what the device has not finished is read later."""
@@ -275,9 +281,7 @@ class Times:
             )
         if not newest:
             return None
-        measured = self._reduced(period, newest[::-1])
-        # the newest steps may be ones that nobody looked at
-        return replace(measured, peak_allocated_bytes=max(measured.peak_allocated_bytes, period.peaks[0] or 0))
+        return self._reduced(period, newest[::-1])
 
     def parts_of(self, plan: Plan) -> dict[int, dict[str, int]]:
         """Return what each of several models had at the peak of a plan's latest period, by its number."""
@@ -285,19 +289,24 @@ class Times:
 
     def _reduced(self, period: Period, timed: Sequence[_TimedStep]) -> Measurement:
         """Reduce a period: memory of these steps, times of those that are settled and of earlier periods of the plan."""
-        timeline = period.reduce()
+        # a period of one step that began before it did, and was not observed, has no peak: that of the one before counts
+        is_unseen = all(step.record.peak_allocated_bytes is None for step in timed)
+        seen = self._observed.get(period.plan, period) if is_unseen and period.peaks[0] is None else period
+        timeline = seen.reduce()
         settled = (step.record.seconds for step in self._settled(timed))
-        return measurement_of_steps(
+        measured = measurement_of_steps(
             period.plan,
             self._device.name,
             [step.record for step in timed],
             (*self._seconds_before(period), *settled),
-            breakdown=self._device.breakdown(timeline, *period.peaks, period.elsewhere_bytes) if timeline else {},
+            breakdown=self._device.breakdown(timeline, *seen.peaks, seen.elsewhere_bytes) if timeline else {},
             timeline=timeline,
-            host_bytes=period.host_bytes,
+            host_bytes=max(period.host_bytes, seen.host_bytes),
             driver_bytes=period.driver_bytes,
             waited_share=period.waiting.share,
         )
+        # the newest steps may be ones that nobody looked at
+        return replace(measured, peak_allocated_bytes=max(measured.peak_allocated_bytes, seen.peaks[0] or 0))
 
     def _seconds_before(self, period: Period) -> list[float]:
         """Times of the settled steps of earlier periods of a plan: going back to it is no reason to time it anew."""

@@ -177,6 +177,30 @@ def test_a_plan_changed_within_a_step_forgets_the_peak_of_the_failed_try():
     loop.meter.close()
 
 
+@pytest.mark.parametrize("change", ["anew", "back"])
+def test_the_peak_of_a_plan_that_begins_within_a_step_that_nobody_observes_is_that_of_before(change):
+    loop = Loop()
+    loop.step(2)
+    known = loop.meter.measurement(Plan())
+    if change == "back":  # from a plan on trial, which turns out not to apply in its third step
+        loop.meter.plan_changed(Plan.parse("--accumulate 2"))
+        loop.step(2)
+    loss = loop.forward()
+    if change == "back":
+        loop.meter.plan_changed(Plan())
+    else:
+        loop.meter.took_effect()
+    loss.backward()
+    loop.update()
+    assert loop.meter.steps[-1].peak_allocated_bytes is None
+    for measured in (loop.meter.times.so_far("as written"), loop.meter.measurement(Plan())):
+        assert measured.peak_allocated_bytes == known.peak_allocated_bytes > 0
+        assert measured.breakdown == known.breakdown
+    loop.step()  # is observed, and counts from here on
+    assert loop.meter.steps[-1].peak_allocated_bytes == loop.meter.measurement(Plan()).peak_allocated_bytes
+    loop.meter.close()
+
+
 def test_several_forwards_before_a_step_are_summed():
     loop = Loop(rows=3)
     for _ in range(4):
