@@ -54,7 +54,7 @@ class History:
             # cells go on training, each from where the one before stopped: their losses are no drift
             row = replace(row, losses=())
             self.comparison = self.comparison.add(row) if self.comparison else Comparison(title, (row,))
-        if self.comparison is not None:
+        if self.comparison is not None and measurements:  # a cell that measured nothing is not what its title describes
             predictions = tuple(self.predicted.values())
             self.comparison = replace(self.comparison, title=title, events=events, predictions=predictions)
             self.latest = tuple(each.plan for each in measurements)

@@ -102,7 +102,7 @@ def speed_ratio(measurement: Measurement, other: Measurement) -> float:
     return ratio(measurement.samples_per_second, other.samples_per_second)
 
 
-_TIMED_BEFORE = "samples/s are those of an earlier cell, as too few steps of this one were timed"
+_TIMED_BEFORE = "samples/s are those of an earlier cell: the newest under this plan timed too few steps"
 
 
 def timed_anew(before: Measurement | None, after: Measurement) -> tuple[Measurement, str]:

@@ -86,7 +86,7 @@ def nothing_fits(
         >>> for sentence in text.split(". "):
         ...     print(sentence)
         Step 7 ran out of memory under every plan there is to try: as written (in the forward pass)
-        The last of them asked for 2.0 MiB where 1.0 MiB of 8.0 MiB was free, so it needs at least 9.0 MiB, \
+        The last plan tried asked for 2.0 MiB where 1.0 MiB of 8.0 MiB was free, so it needs at least 9.0 MiB, \
 1.0 MiB more than there is: any GPU has that much; where a capacity was set, raise it
         Otherwise make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for a plan that fits
         The kernel still works, and weights and optimizer state are as they were before step 7 ran out of memory.
@@ -132,7 +132,7 @@ def _shortened(labels: list[str]) -> str:
 def _asked(requested_bytes: int | None, room: Room | None) -> str:
     if requested_bytes is None:
         return "How much was missing is not known, as the error names no size"
-    asked = f"The last of them asked for {format_bytes(requested_bytes)}"
+    asked = f"The last plan tried asked for {format_bytes(requested_bytes)}"
     if room is None:
         return asked
     return f"{asked} where {format_bytes(room.free_bytes)} of {format_bytes(room.capacity_bytes)} was free"

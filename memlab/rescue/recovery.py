@@ -314,7 +314,9 @@ class Recovery:
             is_as_before=is_as_before,
         )
         if session.plan != trouble.plan:
-            text += f" There is no room to go back to {trouble.plan.label}: {session.plan.label} stays in force until %memfit undo."
+            no_room = f"no room to go back to {trouble.plan.label}"
+            session.log.note(f"memory ran out, and there is {no_room}: {session.plan.label}", step=trouble.step)
+            text += f" There is {no_room}: {session.plan.label} stays in force until %memfit undo."
         raise NothingFitsError(text) from None
 
     def _go_back(self, trouble: _Trouble) -> None:

@@ -58,6 +58,14 @@ def test_going_back_to_the_plan_as_written_is_said_and_stays_in_front() -> None:
     assert history.require().events == ()
 
 
+def test_a_cell_that_measures_nothing_leaves_the_title_of_the_one_before() -> None:
+    history = History()
+    history.add("memfit · Linear · batch 8 × 2 · 4 steps", [_measured(512)], ("step 3: something",))
+    before = history.receipt()
+    history.add("memfit · Linear · 0 steps", [], ())
+    assert history.receipt() == before
+
+
 def test_rows_of_another_optimizer_are_compared_with_nothing() -> None:
     linear = torch.nn.Linear(2, 1)
     lbfgs, adam = torch.optim.LBFGS(linear.parameters()), torch.optim.Adam(linear.parameters())

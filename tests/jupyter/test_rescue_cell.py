@@ -166,6 +166,11 @@ def test_a_plan_that_changes_numerics_does_not_stay_when_nothing_fits(shell: Any
     assert plan.changes()
     assert f"There is no room to go back to as written: {plan.label} stays in force until %memfit undo." in paragraph
     assert "Try next" not in ran.out + ran.err
+    log = f"step 1: memory ran out, and there is no room to go back to as written: {plan.label}"
+    assert log in cell("%memfit").out
+    report = cell("%memfit report").out
+    assert log in report
+    assert "out of memory: The last plan tried asked for " in report
     assert "no plan is in force" in cell("%memfit undo\n%memfit").out
 
 

@@ -112,7 +112,7 @@ def test_few_steps_do_not_time_a_plan_anew_and_many_are_said() -> None:
     before = measured()
     kept, said = timed_anew(before, measured(peak_bytes=1100, step_seconds=(3.0,)))
     assert (kept.step_seconds, kept.peak_allocated_bytes, said) == (before.step_seconds, 1100, "")
-    assert kept.notes == ("samples/s are those of an earlier cell, as too few steps of this one were timed",)
+    assert kept.notes == ("samples/s are those of an earlier cell: the newest under this plan timed too few steps",)
     assert timed_anew(before, kept) == (kept, "")
     smaller, said = timed_anew(before, measured(samples_per_step=before.samples_per_step * 0.9, step_seconds=(3.0,)))
     assert (smaller.samples_per_second, said) == (pytest.approx(before.samples_per_second), "")

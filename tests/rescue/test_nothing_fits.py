@@ -51,7 +51,7 @@ def test_the_whole_paragraph() -> None:
 
     assert nothing_fits(tried) == (
         "Step 7 ran out of memory under every plan there is to try: as written, --accumulate 2 (in the forward pass); "
-        "--accumulate 4, --accumulate 4 --checkpoint (in the backward pass). The last of them asked for 1.00 GiB where 512.0 "
+        "--accumulate 4, --accumulate 4 --checkpoint (in the backward pass). The last plan tried asked for 1.00 GiB where 512.0 "
         "MiB of 4.00 GiB was free, so it needs at least 4.50 GiB, 512.0 MiB more than there is: use a GPU with the memory of a "
         "GTX 1080 (8.00 GiB). Otherwise make the batch smaller or its sequences shorter; %memfit find --budget SIZE looks for "
         "a plan that fits. The kernel still works, and weights and optimizer state are as they were before step 7 ran out of memory."
@@ -109,7 +109,7 @@ def test_a_gpu_that_is_too_small() -> None:
     held = on_cuda(asked="12.00 GiB", held="72.00 GiB", idle="1.00 GiB")
 
     assert sentence(1, held) == (
-        "The last of them asked for 12.00 GiB where 1.25 GiB of 79.15 GiB was free, so it needs at least 84.00 GiB, 4.85 GiB "
+        "The last plan tried asked for 12.00 GiB where 1.25 GiB of 79.15 GiB was free, so it needs at least 84.00 GiB, 4.85 GiB "
         "more than there is: use a GPU with the memory of a H200 (141.00 GiB)"
     )
 
@@ -126,21 +126,21 @@ def test_a_share_of_a_gpu() -> None:
 
     assert Room.of(capped.error) == Room(8 * GIB, GIB // 2, 7 * GIB + GIB // 4, GIB // 4)
     assert sentence(1, capped) == (
-        "The last of them asked for 1.00 GiB where 512.0 MiB of 8.00 GiB was free, so it needs at least 8.25 GiB, 256.0 MiB "
+        "The last plan tried asked for 1.00 GiB where 512.0 MiB of 8.00 GiB was free, so it needs at least 8.25 GiB, 256.0 MiB "
         "more than there is: use a GPU with the memory of a RTX 2080 Ti (11.00 GiB)"
     )
 
 
 def test_enough_in_pieces() -> None:
     assert sentence(1, on_cuda(asked="3.00 GiB", held="60.00 GiB", idle="16.00 GiB")) == (
-        "The last of them asked for 3.00 GiB where 1.25 GiB of 79.15 GiB was free, enough, but not in one piece: start Python "
+        "The last plan tried asked for 3.00 GiB where 1.25 GiB of 79.15 GiB was free, enough, but not in one piece: start Python "
         "with PYTORCH_ALLOC_CONF=expandable_segments:True"
     )
 
 
 def test_a_device_that_others_fill() -> None:
     assert sentence(1, on_cuda(asked="2.00 GiB", free="0 bytes", held="10.00 GiB", idle="0 bytes")) == (
-        "The last of them asked for 2.00 GiB where 0 B of 79.15 GiB was free, and 69.15 GiB was held outside of PyTorch: end "
+        "The last plan tried asked for 2.00 GiB where 0 B of 79.15 GiB was free, and 69.15 GiB was held outside of PyTorch: end "
         "other programs on this device"
     )
 
@@ -151,7 +151,7 @@ def test_errors_without_numbers() -> None:
     assert sentence(1, nothing, capacity_bytes=GIB) == "How much was missing is not known, as the error names no size"
 
     only_asked = attempt(error="DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes.")
-    assert sentence(1, only_asked, capacity_bytes=GIB) == "The last of them asked for 4.00 GiB"
+    assert sentence(1, only_asked, capacity_bytes=GIB) == "The last plan tried asked for 4.00 GiB"
 
 
 def predicted(gib: float, refused: str = "") -> Prediction:
@@ -162,7 +162,7 @@ def predicted(gib: float, refused: str = "") -> Prediction:
 def test_a_prediction_that_says_more() -> None:
     gpu = "use a GPU with the memory of a GTX 1080 (8.00 GiB)"
     assert sentence(1, attempt(), predictions={Plan(): predicted(6)}) == (
-        "The last of them asked for 1.00 GiB where 512.0 MiB of 4.00 GiB was free; it is predicted to need 6.00 GiB, 2.00 GiB "
+        "The last plan tried asked for 1.00 GiB where 512.0 MiB of 4.00 GiB was free; it is predicted to need 6.00 GiB, 2.00 GiB "
         f"more than there is: {gpu}"
     )
     nothing = attempt(error="CUDA error: out of memory")
