@@ -22,7 +22,7 @@ from memlab.report.live_memory import (
     share_below,
 )
 from memlab.report.live_settings import BARS_SHARE, map_key, map_traces, predicted, speed_traces, with_trials
-from memlab.report.live_sheet import INSIDE, LEFT, LOWER, MAP, RIGHT, SPEEDS, TIMES, UPPER, Sheet, sheet_of, shortened
+from memlab.report.live_sheet import INSIDE, LEFT, LOWER, MAP, RIGHT, SPEEDS, TIMES, UPPER, Sheet, sheet_of, told_apart
 from memlab.report.pareto import SPEED_NAME, Chart
 from memlab.report.segments import BUDGET, NEUTRAL_INK, finite, scale
 from memlab.units import format_bytes
@@ -157,12 +157,19 @@ def _titles(sheet: Sheet, mapped: Chart) -> list[dict[str, Any]]:
     changes = "dotted: the setting was changed" if sheet.stacks else ""
     if sheet.stacks and sheet.budget_bytes and not _is_near(sheet):
         changes += f"; budget {format_bytes(sheet.budget_bytes)} is far above"
-    inside = f"{escape(shortened(sheet.shown.plan, 22))}; shaded: backward" if sheet.shown else ""
+    inside = f"{escape(_name_of_shown(sheet))}; shaded: backward" if sheet.shown else ""
     speeds = "▸ in force; whiskers: spread of the steps" if sheet.settings else ""
     keys = (changes, inside, speeds, map_key(mapped))
     pictures = (TIMES, INSIDE, SPEEDS, MAP)
     headings = [_word("title", x, y, f"<b>{title}</b>", 20, 13) for x, y, title, _ in pictures]
     return headings + [_word("key", x, y, key, 4, 11) for (x, y, _, _), key in zip(pictures, keys, strict=True)]
+
+
+def _name_of_shown(sheet: Sheet) -> str:
+    """The plan whose step is drawn, told apart from the others that have bars."""
+    assert sheet.shown is not None
+    plans = [sheet.shown.plan, *(each.measurement.plan for each in sheet.settings)]
+    return told_apart(plans, [22] * len(plans))[0]
 
 
 def _word(name: str, x: str, y: str, text: str, shift: int, size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -149,7 +150,7 @@ def phase_names(sheet: Sheet) -> list[dict[str, Any]]:
 
 # the narrowest picture with names, in pixels (figure.mjs leaves numbers alone in others), and what a character takes
 _WIDTH_PIXELS, _HEIGHT_PIXELS, _CHARACTER_PIXELS, _LABEL_PIXELS = 250, 205, 5.8, 14
-_MOST_LABEL_ROWS = 3
+_MOST_LABEL_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,12 @@ def change_labels(moment: Moment) -> list[Label]:
     for each, was in reversed(list(zip(moment.changes, _plans_before(moment), strict=True))):
         at = (each.step - 0.5 - start) / steps * _WIDTH_PIXELS
         labels.append(_placed(each, was, numbers.get(each.plan), at, labels))
-    used = sorted({label.row for label in labels})
-    return [replace(label, row=used.index(label.row)) for label in reversed(labels)]
+    used = sorted({label.row for label in labels if label.text})
+    return [replace(label, row=bisect_left(used, label.row)) for label in reversed(labels)]
 
 
 def _placed(each: Change, was: str, number: int | None, at: float, taken: Sequence[Label]) -> Label:
-    """The best place there is left: the number alone, rather than a line through words."""
+    """The best place there is left: the number alone, or a line below all words, rather than a line through words."""
     words = what_changed(was, each.plan)
     head = f"<b>{number}</b>" if number else "·"
     candidates = [
@@ -205,10 +206,12 @@ def _placed(each: Change, was: str, number: int | None, at: float, taken: Sequen
         for row in range(_MOST_LABEL_ROWS)
         if start > -2 and start + long < _WIDTH_PIXELS + 8
     ]
-    free = [label for label in candidates if not any(label.covers(other) for other in taken)]
-    clear = [label for label in free if not any(label.crosses(other) for other in taken)]
-    bare = Label(each.step, each.plan, "", at, at, at, 0)
-    return next(iter([*clear, *free, bare]))
+    bare = [Label(each.step, each.plan, "", at, at, at, row) for row in range(_MOST_LABEL_ROWS + 1)]
+    return next(
+        label
+        for label in (*candidates, *bare)
+        if not any(label.covers(other) or label.crosses(other) for other in taken)
+    )
 
 
 def _plans_before(moment: Moment) -> list[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
 import samples
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memlab.plan import Plan
 from memlab.records import Category, out_of_memory
@@ -118,6 +122,30 @@ def test_names_of_many_changes_do_not_stand_on_each_other() -> None:
     assert not any(one.covers(other) for one in shown for other in shown if one is not other)
 
 
+@given(st.sets(st.integers(2, 200), max_size=12), st.data())
+def test_no_line_of_a_change_runs_through_the_name_of_another(steps: set[int], data: st.DataObject) -> None:
+    plans = ("as written", "--checkpoint", "--accumulate 4 --checkpoint", "--accumulate 4 --offload optimizer,params")
+    changes = tuple(Change(step, data.draw(st.sampled_from(plans))) for step in sorted(steps))
+    points = tuple(replace(RUN.points[0], step=step) for step in range(1, 201))
+    placed = live_memory.change_labels(replace(RUN, points=points, changes=changes))
+    for one, other in permutations(placed, 2):
+        assert not one.covers(other)
+        assert not one.crosses(other)
+
+
+def test_names_of_close_changes_stand_in_rows_of_their_own() -> None:
+    """The oldest one had the top row, and its line ran through the names below."""
+    changes = tuple(Change(*each) for each in (
+        (128, "--checkpoint"), (173, "--accumulate 4 --checkpoint"), (194, "--accumulate 4 --checkpoint --release-grads"),
+        (228, "as written"),
+    ))  # fmt: skip
+    points = tuple(replace(RUN.points[0], step=step) for step in range(1, 228))
+    placed = live_memory.change_labels(replace(RUN, points=points, changes=changes))
+    assert [(label.row, re.sub("<.*?>", "", label.text)) for label in placed] == [
+        (3, "· --checkpoint"), (2, "3 + accumulate 4"), (1, "· + release-grads"), (0, "1 as written"),
+    ]  # fmt: skip
+
+
 def test_the_step_in_force_with_the_outline_of_the_one_before() -> None:
     drawn = drawing(RUN)
     stack = layers(drawn, "x2")
@@ -127,7 +155,7 @@ def test_the_step_in_force_with_the_outline_of_the_one_before() -> None:
     before = trace(drawn, "the setting before")
     assert max(before["y"]) * GIB == pytest.approx(ACCUMULATED.peak_allocated_bytes, rel=1e-3)
     assert before["line"]["dash"] == "dash"
-    assert "--accumulate 4 …; shaded: backward" in words(drawn)
+    assert "… --checkpoint; shaded: backward" in words(drawn)  # two settings begin with --accumulate 4
     assert drawn["layout"]["xaxis2"]["title"]["text"] == "time in the step, s"
 
 
