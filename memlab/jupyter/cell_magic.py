@@ -249,6 +249,7 @@ class CellMagic:
         if watch.models.session is None:
             return 0
         first = watch.models.session
+        self._notebook.tell_panels()
         self._notebook.remember(
             *(each.workload for each in (first, *(s for s in watch.models.sessions if s is not first)))
         )

@@ -21,7 +21,7 @@ from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panel import bring_up_to_date, open_live, open_recorded
 from memlab.jupyter.parser import plans_in, predict_options, processes, split_words, unknown_of_line, unknown_word
-from memlab.jupyter.state import state_text
+from memlab.jupyter.state import IN_NO_VARIABLE, state_text
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.runs import compare
 from memlab.plan import Plan
@@ -207,6 +207,8 @@ class LineMagic:
         when = "" if now else " at the next step"
         said = f"{before.label} → {plan.label}{where}{when}" if before != plan else f"{plan.label} is in force{where}"
         tell(said)
+        if self._notebook.has_left(together):
+            tell(IN_NO_VARIABLE.format(together[0].workload.name))
 
     def _wait(self, words: list[str]) -> None:
         tell(self._notebook.background.wait())

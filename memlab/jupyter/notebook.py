@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,16 +17,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import prediction
 from memlab.jupyter.background import Background
+from memlab.jupyter.cells import tell
 from memlab.jupyter.config import MemLab
 from memlab.jupyter.display import is_rich, show
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, NotebookLine, Saying, TerminalLine
 from memlab.jupyter.panel import panels
 from memlab.jupyter.parser import PredictOptions
+from memlab.jupyter.state import IN_NO_VARIABLE
 from memlab.live.control import Control, control_of
 from memlab.records.inference import CallKind
 from memlab.records.live_state import Moment
-from memlab.runtime.namespace import name_of
+from memlab.runtime.namespace import is_held, name_of
 from memlab.runtime.workload import Workload
 from memlab.session import Session, session_of, sessions
 
@@ -58,6 +60,7 @@ class Notebook:
     def cell_begins(self, watch: CellWatch) -> None:
         """A cell runs on this thread, until it is taken out of `running`."""
         self.running[threading.get_ident()] = watch
+        self.tell_panels()
         self._begun = weakref.ref(watch)
 
     def remember(self, *workloads: Workload) -> None:
@@ -143,10 +146,26 @@ class Notebook:
     ) -> tuple[list[Workload], History]:
         """Return what is predicted: the models of the last cell, or those in the notebook, and the history of the first."""
         together = self.together() if sessions() else []
+        if self.has_left(together):
+            if needs_batch:
+                tell(IN_NO_VARIABLE.format(together[0].workload.name))
+            elif Workload.find(self.shell.user_ns) is not None:
+                together = []  # a model that was made again is meant by its new value
         workloads = prediction.workloads_of(
             command, options, self.shell.user_ns, together, self.history_of, needs_batch=needs_batch
         )
         return workloads, self.history_of(workloads[0].model)
+
+    def has_left(self, together: Sequence[Session]) -> bool:
+        """Return whether no variable holds any of the models of the last cell; while a cell runs, they are its own."""
+        is_running = self.running or self.background.running
+        variables = self.shell.user_ns
+        return not is_running and bool(together) and not any(is_held(s.workload.model, variables) for s in together)
+
+    def tell_panels(self) -> None:
+        """Have open panels say so whose model is in no variable any more: a cell that makes it again makes another one."""
+        for control in self.panels.controls:
+            control.see_variables(self.shell.user_ns)
 
     def nothing_applied(self) -> str:
         """Say that no plan is in force."""

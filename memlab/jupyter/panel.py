@@ -43,7 +43,7 @@ class Panel:
         self._saved = SavedView()
         self._page = PanelPage(fixed() | {"still": self._saved.name})
         self.widget = self._page.widget  # what stands in the page, an ipywidgets widget like any other
-        self._source = source
+        self.source = source
         self._hearing = hearing or Hearing(None)
         self._lock = threading.RLock()
         self._is_closed = False
@@ -81,7 +81,7 @@ class Panel:
         Raises:
             SessionError: the panel shows a recorded run.
         """
-        return self._source.training()
+        return self.source.training()
 
     def close(self) -> None:
         """Take the panel off the page and let go of the run; harmless when done."""
@@ -100,7 +100,7 @@ class Panel:
         """Show the panel, and below it what a page without its kernel shows in its place."""
         # of an anywidget: with what a hosted notebook needs to load it
         data, metadata = self.widget._repr_mimebundle_()
-        moment = self._source.moment()
+        moment = self.source.moment()
         show(data | {"text/plain": moment.title}, metadata=metadata, raw=True)
         self._saved.show(moment)
 
@@ -131,10 +131,10 @@ class Panel:
             self._tell(f"{type(error).__name__}: {error}")
         with self._lock:
             self._controls.heard(message)
-        self.draw(self._source.moment())
+        self.draw(self.source.moment())
 
     def _copy(self, target: str) -> None:
-        plan = self._source.moment().plan
+        plan = self.source.moment().plan
         self._code = f"%%memfit {plan}".strip() if target == MAGIC else export(plan, target)
         self._page.copy(self._code)
 
@@ -184,6 +184,12 @@ class Panels:
 
     def any_open(self) -> bool:
         return any(isinstance(each, Panel) for each in self._open.values())
+
+    @property
+    def controls(self) -> list[Control]:
+        """What steers the live runs that panels are open on."""
+        sources = [each.source for each in self._open.values() if isinstance(each, Panel)]
+        return [each for each in sources if isinstance(each, Control)]
 
     def close(self, cell: str | None = None) -> None:
         """Close the panel of a cell, or all of them."""

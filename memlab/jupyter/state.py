@@ -17,11 +17,12 @@ from memlab.rescue.fallback import Place, next_plans
 from memlab.rescue.recovery import NothingFitsError, half_of
 from memlab.runtime.batch import Batch
 from memlab.runtime.callers import is_installed
-from memlab.runtime.ownership import unwrap_model
+from memlab.runtime.namespace import is_held
 from memlab.runtime.workload import Workload
 from memlab.session import Session, check
 from memlab.units import format_bytes
 
+IN_NO_VARIABLE = "{} is in no variable of this notebook any more: %memfit undo removes the plan and releases the model"
 _MOST_LOG_ENTRIES = 8
 
 
@@ -40,18 +41,9 @@ def state_text(session: Session, history: History, namespace: Mapping[str, Any],
     lines += [f"{name:<16}{value}" for name, value in rows.items() if value]
     lines += [f"{'note':<16}{note}" for note in session.notes]
     lines += [f"{'log':<16}{entry}" for entry in session.log[-_MOST_LOG_ENTRIES:]]
-    if not any(_holds(value, workload.model) for name, value in namespace.items() if not name.startswith("_")):
-        lines.append(
-            f"{workload.name} is in no variable of this notebook any more: %memfit undo removes the plan and releases the model"
-        )
+    if not is_held(workload.model, namespace):
+        lines.append(IN_NO_VARIABLE.format(workload.name))
     return "\n".join(lines)
-
-
-def _holds(value: Any, model: nn.Module) -> bool:
-    """Return whether a variable's value is a model, or holds it as a part (a Trainer, a wrapper)."""
-    if isinstance(value, nn.Module):
-        return unwrap_model(value) is model or any(part is model for part in value.modules())
-    return getattr(value, "__dict__", {}).get("model") is model
 
 
 def _peak(plan: Plan, history: History) -> str:

@@ -12,9 +12,10 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,6 +114,11 @@ class Control(Observer):
             self.feed.know(measurements)
             self.predicting.known.know(predictions)
 
+    def see_variables(self, namespace: Mapping[str, Any]) -> None:
+        """Look whether a notebook's variables still hold the model, for the status line."""
+        if self.model.see_variables(namespace):
+            self.views.draw()
+
     def _model_gone(self) -> None:
         # called by whatever thread collects the model: views are drawn where that does no harm
         with suppress(MemlabError):
@@ -164,7 +170,7 @@ class Control(Observer):
                 events=tuple(self.feed.events),
                 rescues=tuple(rescuer.rescues) if rescuer is not None else (),
                 status=_status_line(
-                    activity, self.model.name, self.feed, changes, self.own_run.doing or self.predicting.doing
+                    activity, self.model, self.feed, changes, self.own_run.doing or self.predicting.doing
                 ),
                 world=self.steps.world,
                 errors=tuple(self.views.errors),
@@ -239,10 +245,10 @@ class Control(Observer):
             yield
 
 
-def _status_line(activity: Activity, name: str, feed: Feed, changes: PendingChanges, doing: str) -> str:
-    """Return the activity of a model called `name`, its plan and speed, what is waited for, and what is done beside it."""
+def _status_line(activity: Activity, model: LiveModel, feed: Feed, changes: PendingChanges, doing: str) -> str:
+    """Return the activity of a model, its plan and speed, what is waited for, and what is done beside it."""
     if activity is Activity.GONE:
-        return f"{name} is deleted: this panel is over"
+        return f"{model.name} is deleted: this panel is over"
     parts = [str(activity)]
     newest, plan = feed.newest, changes.plan
     if newest is not None:
@@ -254,4 +260,6 @@ def _status_line(activity: Activity, name: str, feed: Feed, changes: PendingChan
         parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
     waiting = (each for each in changes.toggles if each.asked is Asked.PENDING)
     parts += [f"{BY_NAME[each.field].title.lower()} {each.text}" for each in waiting]
+    if activity is Activity.IDLE and model.is_left:
+        parts.append(f"{model.name} is in no variable of this notebook any more: run %memfit panel again")
     return " · ".join([*parts, *filter(None, [doing])])

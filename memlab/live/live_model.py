@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from memlab.measuring.runs import replayed, require_complete, training_step
 from memlab.plan import Plan
 from memlab.runtime.batch import Batch
 from memlab.runtime.loop_mode import resumed
+from memlab.runtime.namespace import is_held
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of, sessions
 from memlab.session.nested import is_nested
@@ -38,6 +39,7 @@ class LiveModel:
         # called as ``loss_fn(output, target)``; None when the model returns its own loss
         self.loss_fn: Callable[..., torch.Tensor] | None = None
         self.returns_loss: bool | None = None  # whether its newest call did; None before
+        self.is_left = False  # whether no variable held it when `see_variables` last looked
         self._listen = listen  # called with a session that is found or made
         self._gone = gone  # called by whatever thread collects the model
         self._model = weakref.ref(model, self._forget)
@@ -47,6 +49,12 @@ class LiveModel:
     @property
     def is_gone(self) -> bool:
         return self._model() is None
+
+    def see_variables(self, namespace: Mapping[str, Any]) -> bool:
+        """Look whether a notebook's variables still hold the model; return whether that has changed."""
+        model, was_left = self._model(), self.is_left
+        self.is_left = model is not None and not is_held(model, namespace)
+        return self.is_left != was_left
 
     @property
     def session(self) -> Session | None:

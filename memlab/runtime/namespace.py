@@ -83,6 +83,19 @@ def name_of(model: nn.Module, namespace: Mapping[str, Any]) -> str:
     return min(ways, key=lambda way: way.count(".") + way.count("["), default=type(model).__name__)
 
 
+def is_held(model: nn.Module, namespace: Mapping[str, Any]) -> bool:
+    """Return whether a variable holds a model: itself, around it, or in what it holds.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> is_held(model, {"nets": [nn.Sequential(model)]}), is_held(model, {"model": nn.Linear(2, 2)})
+        (True, False)
+    """
+    live = _visible(namespace)
+    held = (each for name in live for _, each in _held(name, live[name], nn.Module))
+    return any(unwrap_model(each) is model or any(part is model for part in each.modules()) for each in held)
+
+
 def find_model(namespace: Mapping[str, Any], cell: str, name: str | None = None) -> nn.Module | None:
     """Find the model whose calls a cell makes, trainable or not.
 

@@ -25,7 +25,7 @@ from memlab.runtime.workload import Workload  # noqa: E402
 from memlab.session import session_of  # noqa: E402
 from tests.helpers.hand import Hand  # noqa: E402
 from tests.helpers.stages import Playing  # noqa: E402
-from tests.jupyter.conftest import STEP, TRAIN, Cell  # noqa: E402
+from tests.jupyter.conftest import MAKE, STEP, TRAIN, Cell  # noqa: E402
 from tests.jupyter.test_refusals import one_line  # noqa: E402
 
 
@@ -63,6 +63,41 @@ def test_in_a_terminal_the_panel_is_text_with_the_magic_for_each_setting(made: C
     assert lines[0] == "memfit · Sequential 1.73k · AdamW · cpu"
     assert re.split(r"  +", lines[3]) == ["Gradient accumulation", "1", "4", "%memfit --accumulate 4"]
     assert session_of(shell.user_ns["model"]) is not None
+
+
+MADE_AGAIN = MAKE.replace("torch.nn.Linear(16, 32)", "torch.nn.Linear(16, 8), torch.nn.Linear(8, 32)")
+LEFT = "Sequential is in no variable of this notebook any more"
+
+
+def test_after_its_model_was_made_again_a_panel_is_on_the_new_one(made: Cell, shell: Any) -> None:
+    """The old one lives on with its plan, under the same name: it was clicked in vain."""
+    made(f"%%memfit --accumulate 2\n{TRAIN}")
+    old = shell.user_ns["model"]
+    made(MADE_AGAIN)
+    ran = made("%memfit --accumulate 4")
+    assert f"--accumulate 2 → --accumulate 4 on Sequential\nmemfit: {LEFT}: %memfit undo removes the plan" in ran.out
+    assert f"memfit: {LEFT}: %memfit undo removes the plan" in made("%memfit predict --accumulate 2").out
+    ran = made("%memfit panel")
+    assert ran.out.splitlines()[0] == "memfit · Sequential 1.61k · AdamW · cpu"
+    assert session_of(shell.user_ns["model"]) is not None
+    assert session_of(old).plan == Plan.parse("--accumulate 4")
+    made("nets = [model]\ndel model")  # which is held as well as by a name
+    assert LEFT not in made("%memfit --checkpoint").out
+    assert LEFT not in made("%memfit undo").out
+
+
+def test_an_open_panel_says_that_its_model_was_made_again(
+    made: Cell, shell: Any, rich: Rich, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(f"%%memfit --accumulate 2\n{TRAIN}")
+    model = shell.user_ns["model"]  # as its plan may keep it, for a while
+    old = control_of(model)
+    monkeypatch.setattr(opening.panels(), "_open", {"a": Panel(old)})
+    made(f"%%memfit\n{TRAIN}")
+    assert LEFT not in old.moment().status
+    made(f"%%memfit\n{MADE_AGAIN}\n{TRAIN}")
+    assert old.moment().status.endswith(f"· {LEFT}: run %memfit panel again")
+    made(f"%%memfit\n{TRAIN}\nseen = control.moment().status")
 
 
 def test_a_budget_and_a_batch_can_be_given(made: Cell, shell: Any) -> None:
