@@ -142,7 +142,7 @@ class Controls:
                     self._source.ask(field, text)
             case {"kind": "budget", "position": int(position)}:
                 is_none = position >= _BUDGET_STEPS
-                self._source.set_budget(None if is_none else round(position / _BUDGET_STEPS * self._most_bytes))
+                self._source.set_budget(None if is_none else round(max(1, position) / _BUDGET_STEPS * self._most_bytes))
             case {"kind": "keep", "on": bool(keeps)}:
                 self._keeps = keeps
             case {"kind": "steps", "count": int(count)} if 0 <= count <= _MOST_RUN_STEPS:

@@ -86,7 +86,7 @@ function budgetRow(parent, { steps, help }, asking) {
   const row = part(parent, "div", "memlab-budget");
   const label = part(row, "label", "", { title: help });
   part(label, "span").textContent = "Budget";
-  const slider = part(label, "input", "", { type: "range", min: 0, max: steps, step: 1 });
+  const slider = part(label, "input", "", { type: "range", min: 1, max: steps, step: 1 });
   const said = part(row, "span", "memlab-effect");
   let isDragged = false;
   slider.addEventListener("input", () => { isDragged = true; });

@@ -47,8 +47,8 @@ class RunReplay:
         self._record = record
         self._clock = clock
         self._points = _points_of(record)
-        by_plan = groupby(self._points, key=lambda point: point.plan)
-        self._changes = record.changes or tuple(Change(next(points).step, plan) for plan, points in by_plan)
+        by_plan = [next(points) for _, points in groupby(self._points, key=lambda point: point.plan)]
+        self._changes = record.changes or tuple(Change(point.step, point.plan) for point in by_plan[1:])
         predictions: dict[str, Prediction] = {}
         for each in (*record.comparison.predictions, *record.predictions):
             predictions.setdefault(each.plan, each)
@@ -277,10 +277,12 @@ class RunReplay:
         """The settings of the plan that is shown: when each was changed, and which were refused."""
         settings = PendingChanges()
         # a plan that was in force from the beginning was not asked for in this run
-        changes = () if self._chosen else self._changes_so_far
-        settings.plan = plan_of(changes[0].plan)[0] if changes else plan
-        for each in changes[1:]:
-            settings.note_applied(plan_of(each.plan)[0], each.step)
+        if self._points and not self._chosen:
+            begun = self._points[0]
+            settings.plan = plan_of(begun.plan)[0]
+            for each in self._changes_so_far:
+                if each.step > begun.step:
+                    settings.note_applied(plan_of(each.plan)[0], each.step)
         settings.plan = plan
         for field, (text, reason) in self._refused.items():
             settings.refuse(field, text, reason)

@@ -125,8 +125,11 @@ class Hold:
 
     def wait(self) -> None:
         """Wait until released or cancelled."""
-        while not self._go.wait(_LOOK_SECONDS):  # short, so that Ctrl-C is noticed everywhere
-            pass
+        try:
+            while not self._go.wait(_LOOK_SECONDS):  # short, so that Ctrl-C is noticed everywhere
+                pass
+        except KeyboardInterrupt as error:
+            raise error.with_traceback(None) from None  # it is shown where the loop stands, and not in `wait`
 
     def end_if_cancelled(self, step: int) -> None:
         """Raise `Cancelled` where that was asked for, once."""

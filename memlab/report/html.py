@@ -23,9 +23,7 @@ _FLAG = re.compile(r"--[a-z][^ ]*( [^- ][^ ]*(?= --|$))?")
 _WHOLE = re.compile(r"\([^()]*\d[^()]*\)|(± )?[^ ()]+ (%|[KMGT]?i?B)(?= |$)")
 _NOWRAP = '<span style="white-space:nowrap">{}</span>'
 _RULE = "rgba(128,128,128,.35)"
-_WRAPPER = (
-    "container-type:inline-size;overflow-x:auto;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
-)
+_WRAPPER = "container-type:inline-size;overflow-x:auto;overflow-wrap:break-word;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
 # smaller on a narrow page
 _TABLE = (
     "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:clamp(11px,2cqw,13px)"

@@ -155,6 +155,26 @@ def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any, place: str) -> N
     assert wide[0] <= wide[1] == 568
 
 
+def test_words_without_a_space_are_broken_where_the_room_ends(browser: Any) -> None:
+    """The name of a model in the title of a receipt, in its notes and in what a panel refuses."""
+    name = "AVeryLongNamedConditionalGenerationModelForSequencesOfTextAndImages" * 2
+    row = replace(samples.comparison().measurements[0], notes=(f"no parameter of {name} is large enough",))
+    receipt = html.table(tables.comparison(Comparison(f"memfit · {name} 560 · AdamW", (row,))))
+    css = (Path(panel_page.__file__).parent / "panel.css").read_text(encoding="utf-8")
+    panel = (
+        f'<div class="memlab-panel" style="width:340px"><div class="memlab-title"><b>memfit · {name}</b></div>'
+        f'<div class="memlab-words"><span>tiling: no linear layer of {name} is large</span></div></div>'
+    )
+    page = browser.new_page(viewport={"width": 1000, "height": 900})
+    page.set_content(
+        f'<style>{css}</style><div class="jp-OutputArea-output" style="width:568px">{receipt}{panel}</div>'
+    )
+    right = "place => Math.max(...Array.from(place.querySelectorAll('*'), each => each.getBoundingClientRect().right))"
+    wide = [page.locator(place).evaluate(right) for place in (".memlab-receipt", ".memlab-panel")]
+    page.close()
+    assert [wide[0] <= 8 + 568, wide[1] <= 8 + 340] == [True, True], wide
+
+
 def test_predictions_and_their_verdicts_fit_beside_the_side_bar_of_a_narrow_page(browser: Any) -> None:
     """As above, at the 548 px that a value of a cell has behind its number."""
     predicted = [replace(each, host_bytes=GIB // 2) for each in samples.plan_space()]

@@ -266,6 +266,8 @@ def test_the_budget_follows_the_slider(hand: Hand, control: Control) -> None:
     assert budget == pytest.approx(0.55 * peak, rel=0.01)
     assert hand.shown["budget"] == {"known": True, "position": 100, "text": format_bytes(budget)}
     assert hand.can_press("find")
+    hand.send("budget", position=0)  # no size is zero
+    assert control.moment().budget_bytes > 0
     hand.send("budget", position=200)
     assert control.moment().budget_bytes is None
 

@@ -194,6 +194,17 @@ def test_settings_show_the_plan_then_in_force() -> None:
     assert toggle(replay, "loss") == ("keep", "")
 
 
+@pytest.mark.parametrize("changes", [tuple(Change(step, plan) for plan, step in COURSE[1:]), ()])
+def test_a_run_that_was_begun_as_written_shows_its_first_change(changes: tuple[Change, ...]) -> None:
+    """As the live panel does, which notes only what was changed; one that has no changes has its steps."""
+    replay = RunReplay(recorded(changes=changes))
+    assert replay.moment().changes == tuple(Change(step, plan) for plan, step in COURSE[1:])
+    replay.run(keep=False)
+    assert (replay.moment().changes, toggle(replay, "accumulation")) == ((), ("1", ""))
+    replay.advance(3)
+    assert toggle(replay, "accumulation") == ("4", "applied at step 11")
+
+
 def test_a_recorded_setting_is_gone_to() -> None:
     replay = RunReplay(recorded())
     replay.ask_plan(Plan.parse("--accumulate 4"))
@@ -325,7 +336,7 @@ def test_a_file_of_the_first_format_plays_its_steps() -> None:
     assert moment.points[10].live_bytes == {"activations": 4 * GIB}
     assert moment.points[10].samples_per_second == 16
     assert math.isnan(moment.points[0].samples_per_second)
-    assert moment.changes == recorded().changes
+    assert moment.changes == recorded().changes[1:]  # as written it began
     assert moment.world == "a recording from NVIDIA H200 with torch 2.13.0: nothing is trained here"
     replay.run(keep=False)
     assert replay.advance(3)
