@@ -32,7 +32,7 @@ _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;col
 # a table may be narrower than its title, which is as wide as the page at most
 _TITLE = "width:max-content;max-width:100cqw"
 _CELL = f"padding:5px 1cqw 5px 0;vertical-align:top;background:transparent;border:solid {_RULE};border-width:0 0 1px"
-_NOTE = f"{_CELL};padding-top:0;text-align:left;white-space:normal"
+_NOTE = f"{_CELL};padding:0 0 5px;text-align:left;white-space:normal"
 # not wider than what is to be seen of a table that is scrolled sideways
 _IN_SIGHT = "position:sticky;left:0;max-width:min(60em,100cqw)"
 _HEAD = f"{_CELL};border-width:0 0 2px;font-weight:600"
