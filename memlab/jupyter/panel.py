@@ -31,7 +31,7 @@ from memlab.live.source import Source
 from memlab.records.live_state import Asked, Moment
 from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Workload
-from memlab.units import format_bytes, parse_bytes
+from memlab.units import parse_bytes
 
 _TICK_MILLISECONDS = 250
 
@@ -147,7 +147,7 @@ def _spoken(moment: Moment) -> str:
     said = [f"{toggle.field} {toggle.text}" for toggle in moment.toggles if toggle.asked is not Asked.IDLE]
     measured = moment.measured(moment.plan.label)
     if measured is not None:
-        said.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
+        said.append(f"peak {measured.peak_text}")
     return "; ".join([str(moment.activity), *said])
 
 

@@ -48,7 +48,7 @@ def state_text(session: Session, history: History, namespace: Mapping[str, Any],
 
 def _peak(plan: Plan, history: History) -> str:
     measured = history.measured(plan.label)
-    return f"{format_bytes(measured.peak_allocated_bytes)} on {measured.device}" if measured else "not measured yet"
+    return f"{measured.peak_text} on {measured.device}" if measured else "not measured yet"
 
 
 def out_of_memory_advice(

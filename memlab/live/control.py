@@ -40,7 +40,7 @@ from memlab.records.live_state import Activity, Asked, Moment
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, session_of
-from memlab.units import format_bytes, format_seconds
+from memlab.units import format_seconds
 
 _controls: MutableMapping[nn.Module, Control] = WeakIdKeyDictionary()
 
@@ -257,7 +257,7 @@ def _status_line(activity: Activity, model: LiveModel, feed: Feed, changes: Pend
         parts.append(f"{format_seconds(newest.seconds)} a step")
     measured = feed.measurements.get(plan.label)
     if measured is not None and measured.peak_allocated_bytes:
-        parts.append(f"peak {format_bytes(measured.peak_allocated_bytes)}")
+        parts.append(f"peak {measured.peak_text}")
     waiting = (each for each in changes.toggles if each.asked is Asked.PENDING)
     parts += [f"{BY_NAME[each.field].title.lower()} {each.text}" for each in waiting]
     if activity is Activity.IDLE and model.is_left:

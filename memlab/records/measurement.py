@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from memlab.plan import Plan
+from memlab.units import format_bytes
 
 
 class Shown:
@@ -191,6 +192,11 @@ class Measurement(Profile):
     def median_step_seconds(self) -> float:
         """Median wall time of a measured step; NaN without one."""
         return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
+
+    @property
+    def peak_text(self) -> str:
+        """The peak in words; of a plan that ran out of memory, what it needs more than."""
+        return f"{'' if self.fits else '> '}{format_bytes(self.peak_allocated_bytes)}"
 
     @property
     def samples_per_second(self) -> float:

@@ -10,7 +10,7 @@ from memlab.records.ablation import Ablation, Step
 from memlab.report.segments import segments
 from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
 from memlab.report.tables import predicted_peak, predicted_speed
-from memlab.report.wording import NOTHING, bytes_or_nothing, change, mark_means, peak, rate, speed
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, mark_means, rate, speed
 from memlab.units import format_bytes
 
 PEAK = "peak allocated"
@@ -46,7 +46,7 @@ def _columns(ablation: Ablation) -> tuple[Column[Step], ...]:
     has_times = any(_has_time(step) for step in ablation.steps)
     return wanted(
         Column[Step]("technique", technique, ColumnKind.PLAN),
-        Column(PEAK, _of_measured(peak, "refused"), bar=_memory_bar, group="memory"),
+        Column(PEAK, _of_measured(lambda each: each.peak_text, "refused"), bar=_memory_bar, group="memory"),
         Column("predicted", lambda step: predicted_peak(step.row.prediction, step.row.ran), group="memory",
                is_wanted=any(each.prediction for each in ablation.rows)),
         Column("vs before", lambda step: change(step.memory_before), group="memory"),

@@ -24,22 +24,19 @@ _WHOLE = re.compile(r"\([^()]*\d[^()]*\)|(± )?[^ ()]+ (%|[KMGT]?i?B)(?= |$)")
 _NOWRAP = '<span style="white-space:nowrap">{}</span>'
 _RULE = "rgba(128,128,128,.35)"
 _WRAPPER = "container-type:inline-size;overflow-x:auto;overflow-wrap:break-word;font-variant-numeric:tabular-nums;font-size:13px;line-height:1.45"
-# smaller on a narrow page
-_TABLE = (
-    "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:clamp(11px,2cqw,13px)"
-)
+# smaller on a narrow page, and more so with many columns
+_TABLE = "border-collapse:collapse;margin:0;color:inherit;background:transparent;border:0;font-size:clamp({},13px)"
+_SMALL, _SMALLER, _MANY_COLUMNS = "11px,2cqw", "9.5px,1.85cqw", 9
 _CAPTION = "caption-side:top;text-align:left;font-weight:600;padding:0 0 6px;color:inherit"
 # a table may be narrower than its title, which is as wide as the page at most
 _TITLE = "width:max-content;max-width:100cqw"
-_CELL = f"padding:5px 1cqw 5px 0;vertical-align:top;background:transparent;border:solid {_RULE};border-width:0 0 1px"
+_CELL = f"padding:5px .7cqw 5px 0;vertical-align:top;background:transparent;border:solid {_RULE};border-width:0 0 1px"
 _NOTE = f"{_CELL};padding:0 0 5px;text-align:left;white-space:normal"
 # not wider than what is to be seen of a table that is scrolled sideways
 _IN_SIGHT = "position:sticky;left:0;max-width:min(60em,100cqw)"
 _HEAD = f"{_CELL};border-width:0 0 2px;font-weight:600"
 # notebooks give code a ground and room of its own
-_CODE = (
-    "padding:0;font-family:ui-monospace,Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:.92em"
-)
+_CODE = "padding:0;font-family:Menlo,Consolas,monospace;background:transparent;color:inherit;font-size:.92em"
 # shorter beside many columns and on a narrow page; its words are for pages without styles
 _BAR = "display:flex;height:8px;margin-top:4px;width:clamp(52px,100cqw - {}px,170px);font-size:0"
 _COLUMN_PIXELS = 95  # that a column without a bar takes, about
@@ -92,8 +89,9 @@ def table(content: Table) -> str:
     key = keys(categories_of(drawn), "margin-top:8px")
     more = "".join(f'<div style="margin-top:8px">{table(inner)}</div>' for inner in content.more)
     foot = "".join(f'<div style="margin-top:4px">{_unbroken(line)}</div>' for line in content.foot)
+    size = _SMALLER if len(headed) >= _MANY_COLUMNS else _SMALL
     return (
-        f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE}">'
+        f'<div class="memlab-receipt" style="{_WRAPPER}"><table style="{_TABLE.format(size)}">'
         f'<caption style="{_CAPTION}"><div style="{_TITLE}">{escape(content.title)}</div></caption>{body}</table>{key}{more}{foot}</div>'
     )
 

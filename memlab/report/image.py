@@ -74,7 +74,7 @@ def png(comparison: Comparison) -> bytes:
             _Row(
                 label=measured.plan,
                 end_bytes=sum(parts.values()),
-                text=format_bytes(measured.peak_allocated_bytes) + memory,
+                text=measured.peak_text + memory,
                 parts=parts,
                 predicted_bytes=each.prediction.peak_allocated_bytes if each.prediction is not None else None,
                 per_second=finite(measured.samples_per_second),

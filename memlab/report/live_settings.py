@@ -15,7 +15,6 @@ from memlab.report.live_sheet import Setting, Sheet, told_apart
 from memlab.report.pareto import DRAWN_IN_ORDER, LOOKS, MEASURED, PLAIN, Chart, PointLook, chart, hover
 from memlab.report.segments import NEUTRAL_INK, finite, rgb, scale
 from memlab.report.wording import NOTHING, flag_lines, speed, then_change
-from memlab.units import format_bytes
 
 # of a bar's plan, so that it ends where the picture does
 _MOST_NAME_CHARACTERS = 33
@@ -43,8 +42,7 @@ def _bars(sheet: Sheet) -> dict[str, Any]:
 
 def _said(setting: Setting) -> str:
     plan = "<br>".join(flag_lines(escape(setting.measurement.plan), 48))
-    peak = format_bytes(setting.measurement.peak_allocated_bytes)
-    return f"{setting.number} · {plan}<br>{_speed(setting)}, peak {peak} allocated"
+    return f"{setting.number} · {plan}<br>{_speed(setting)}, peak {setting.measurement.peak_text} allocated"
 
 
 def _speed(setting: Setting) -> str:

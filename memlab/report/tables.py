@@ -12,7 +12,7 @@ from memlab.records.comparison import Row as Compared
 from memlab.report.ranking import Ranking, counts, rank, refusals, shown, verdict_words
 from memlab.report.segments import ordered, segments
 from memlab.report.table import Bar, BarLook, Column, ColumnKind, Table, row, wanted
-from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, mark_means, peak, predicted, rate, speed
+from memlab.report.wording import NOTHING, bytes_or_nothing, change, drift, mark_means, predicted, rate, speed
 from memlab.units import format_bytes, format_seconds
 
 FRONT_MARK = "•"
@@ -35,7 +35,7 @@ def comparison(compared: Comparison) -> Table:
         Column[Compared]("plan", lambda each: each.measurement.plan, ColumnKind.PLAN),
         Column("device", lambda each: each.measurement.device, ColumnKind.WORDS,
                is_wanted=len({m.device for m in measurements}) > 1),
-        Column("peak allocated", lambda each: peak(each.measurement), bar=lambda each: Bar(segments(each.measurement))),
+        Column("peak allocated", lambda each: each.measurement.peak_text, bar=lambda each: Bar(segments(each.measurement))),
         Column("predicted", lambda each: predicted_peak(each.prediction, each.measurement),
                is_wanted=any(each.prediction for each in rows)),
         Column("vs first", of_others(lambda each: change(each.memory_ratio)), is_wanted=not ranks),
@@ -268,7 +268,7 @@ def _versus(value: float, first: float, is_first: bool) -> str:
 
 
 def _needed(measurement: Measurement) -> str:
-    return peak(measurement) if _ran_out(measurement) else format_bytes(measurement.needed_bytes)
+    return measurement.peak_text if _ran_out(measurement) else format_bytes(measurement.needed_bytes)
 
 
 def _ran_out(measurement: Measurement) -> bool:

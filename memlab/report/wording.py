@@ -44,12 +44,6 @@ def then_change(ratio: float) -> str:
     return f"  {format_change(ratio)}" if math.isfinite(ratio) else ""
 
 
-def peak(measurement: Measurement) -> str:
-    """The peak; of a plan that ran out of memory, the size it did not fit into."""
-    bound = "" if measurement.fits else "> "
-    return bound + format_bytes(measurement.peak_allocated_bytes)
-
-
 def rate(per_second: float) -> str:
     """Three digits, whatever the size.
 

@@ -122,7 +122,7 @@ def save_by_keyboard(page: Any) -> None:
 
 @pytest.mark.parametrize("place", ["memlab-panel", "jp-OutputArea-output"])
 def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any, place: str) -> None:
-    """At 1000 px, with JupyterLab's side bar open, a cell has 568 px: nothing in a panel's table or a receipt is scrolled or cut."""
+    """At 1000 px, with JupyterLab's side bar open, a cell has 553 px: nothing in a panel's table or a receipt is scrolled or cut."""
     steps = {
         "uneven steps": (1e-4, 4e-4, 1e-2, 2e-3, 3e-2),
         "timed": (5e-4,),
@@ -148,11 +148,11 @@ def test_the_widest_rows_fit_beside_a_narrow_page(browser: Any, place: str) -> N
     page = browser.new_page(viewport={"width": 1000, "height": 900})
     page.set_content(
         f"<style>{(Path(panel_page.__file__).parent / 'panel.css').read_text(encoding='utf-8')}</style>"
-        f'<div class="{place}" style="width:568px;font-family:sans-serif"><div class="memlab-table">{table}</div></div>'
+        f'<div class="{place}" style="width:553px;font-family:system-ui"><div class="memlab-table">{table}</div></div>'
     )
     wide = page.locator(".memlab-receipt").evaluate("each => [each.scrollWidth, each.clientWidth]")
     page.close()
-    assert wide[0] <= wide[1] == 568
+    assert wide[0] <= wide[1] == 553
 
 
 def test_words_without_a_space_are_broken_where_the_room_ends(browser: Any) -> None:
@@ -167,25 +167,25 @@ def test_words_without_a_space_are_broken_where_the_room_ends(browser: Any) -> N
     )
     page = browser.new_page(viewport={"width": 1000, "height": 900})
     page.set_content(
-        f'<style>{css}</style><div class="jp-OutputArea-output" style="width:568px">{receipt}{panel}</div>'
+        f'<style>{css}</style><div class="jp-OutputArea-output" style="width:553px">{receipt}{panel}</div>'
     )
     right = "place => Math.max(...Array.from(place.querySelectorAll('*'), each => each.getBoundingClientRect().right))"
     wide = [page.locator(place).evaluate(right) for place in (".memlab-receipt", ".memlab-panel")]
     page.close()
-    assert [wide[0] <= 8 + 568, wide[1] <= 8 + 340] == [True, True], wide
+    assert [wide[0] <= 8 + 553, wide[1] <= 8 + 340] == [True, True], wide
 
 
 def test_predictions_and_their_verdicts_fit_beside_the_side_bar_of_a_narrow_page(browser: Any) -> None:
-    """As above, at the 548 px that a value of a cell has behind its number."""
+    """As above, at the 533 px that a value of a cell has behind its number."""
     predicted = [replace(each, host_bytes=GIB // 2) for each in samples.plan_space()]
     measured = tuple(samples.comparison().measurements)
     table = html.table(tables.predictions(predicted, 8 * GIB, title="t", how_to_see_all="all", measurements=measured))
     assert all(words in table for words in ("to spare", "offloaded", "measured"))
     page = browser.new_page(viewport={"width": 1000, "height": 900})
-    page.set_content(f'<div style="width:548px;font-family:sans-serif">{table}</div>')
+    page.set_content(f'<div style="width:533px;font-family:system-ui">{table}</div>')
     wide = page.locator(".memlab-receipt").evaluate("each => [each.scrollWidth, each.clientWidth]")
     page.close()
-    assert wide[0] <= wide[1] == 548
+    assert wide[0] <= wide[1] == 533
 
 
 def test_numbers_stay_in_one_line_beside_long_plans_where_there_is_room(browser: Any) -> None:
@@ -205,13 +205,13 @@ def test_numbers_stay_in_one_line_beside_long_plans_where_there_is_room(browser:
         .map(nodes => { const range = document.createRange(); range.setStartBefore(nodes[0]); range.setEndAfter(nodes.at(-1));
                         return new Set(Array.from(range.getClientRects(), box => Math.round(box.top / 10))).size; })"""
     for width, stay in ((988, True), (568, False)):
-        page.set_content(f'<div style="width:{width}px">{table}</div>')
+        page.set_content(f'<div style="width:{width}px;font-family:system-ui">{table}</div>')
         assert (max(page.locator(".memlab-receipt").evaluate(high)) == 1) is stay
     page.close()
 
 
 def test_an_ablation_and_its_notes_fit_beside_the_side_bar(browser: Any) -> None:
-    """At 1440 and at 1000 px, with JupyterLab's side bar open, a cell has 988 and 568 px for a table with every column of an ablation."""
+    """At 1440 and at 1000 px, with JupyterLab's side bar open, a value of a cell has 973 and 533 px for a table with every column of an ablation."""
     first = samples.measurement("as written", 9.1, 1310.0)
     rows = [AblationRow("", "as written", "the loop as it is", first, samples.prediction("as written", 10.9, 4000.0))]
     for technique in ("--checkpoint selective", "--offload activations", "--accumulate 4"):
@@ -223,8 +223,10 @@ def test_an_ablation_and_its_notes_fit_beside_the_side_bar(browser: Any) -> None
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     measure = """receipt => [receipt.scrollWidth, receipt.clientWidth, Math.max(...Array.from(
         receipt.querySelectorAll("td[colspan] div"), note => note.getBoundingClientRect().right))]"""
-    for width in (988, 568):
-        page.set_content(f'<div style="width:{width}px">{html.table(ablation.table(Ablation("t", tuple(rows))))}</div>')
+    for width in (973, 533):
+        page.set_content(
+            f'<div style="width:{width}px;font-family:system-ui">{html.table(ablation.table(Ablation("t", tuple(rows))))}</div>'
+        )
         wide, room, note = page.locator(".memlab-receipt").evaluate(measure)
         assert wide <= room == width
         assert note <= 8 + width  # notes are read without scrolling in any case

@@ -167,7 +167,9 @@ def test_a_plan_that_changes_numerics_does_not_stay_when_nothing_fits(shell: Any
     assert f"There is no room to go back to as written: {plan.label} stays in force until %memfit undo." in paragraph
     assert "Try next" not in ran.out + ran.err
     log = f"step 1: memory ran out, and there is no room to go back to as written: {plan.label}"
-    assert log in cell("%memfit").out
+    state = cell("%memfit").out
+    assert log in state
+    assert "peak allocated  > 400.0 KiB on CPU ledger" in state
     report = cell("%memfit report").out
     assert log in report
     assert "out of memory: The last plan tried asked for " in report

@@ -13,7 +13,8 @@ import pytest
 import samples
 
 from memlab.errors import MemlabError, MissingExtraError
-from memlab.records import Category, Measurement, Phase, TimelinePoint
+from memlab.plan import Plan
+from memlab.records import Category, Measurement, Phase, TimelinePoint, out_of_memory
 from memlab.records.comparison import Comparison
 from memlab.report import image, timeline_image
 from memlab.report.canvas import paper
@@ -46,6 +47,14 @@ def test_pictures_are_at_home_on_pages_of_either_theme(page: str) -> None:
         inks = {value for _, value in shown.crop((0, 0, shown.width, 30)).getcolors(2**16)}
         best = max(samples.contrast(page, "#{:02X}{:02X}{:02X}".format(*ink)) for ink in inks)
         assert best == pytest.approx(4.3, abs=0.2)
+
+
+def test_what_ran_out_is_above_its_bar_as_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(image, "_drawn", lambda _title, _said, rows, *_, **__: drawn.extend(row.text for row in rows))
+    failed = out_of_memory(Plan.parse("--bf16"), "cpu", 8 * GIB, "Tried to allocate 1 GiB")
+    image.png(Comparison("t", (samples.measurement("as written", 2, 1), failed)))
+    assert drawn == ["3.79 GiB", "> 8.00 GiB"]
 
 
 def test_area_of_a_colour_follows_its_bytes() -> None:
