@@ -17,7 +17,6 @@ from memlab.jupyter import prediction
 from memlab.jupyter.cells import tell
 from memlab.jupyter.display import PredictedPlans, show, show_picture
 from memlab.jupyter.flags import WORDS, line_help
-from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panel import bring_up_to_date, open_live, open_recorded
 from memlab.jupyter.parser import plans_in, predict_options, processes, split_words, unknown_of_line, unknown_word
@@ -67,7 +66,7 @@ class LineMagic:
     def _state(self) -> str:
         shown = []
         for session in self._notebook.sessions():
-            history = self._notebook.histories.get(session.workload.model, History())
+            history = self._notebook.history_with(session.workload.model)
             shown.append(state_text(session, history, self._notebook.shell.user_ns, self._notebook.config.capacity))
         return "\n\n".join(shown) or f"memfit: {self._notebook.nothing_applied()}"
 

@@ -109,6 +109,11 @@ class Notebook:
         model = self._last()
         return self.histories.get(model, History()) if model is not None else History()
 
+    def history_with(self, model: nn.Module) -> History:
+        """Return what was measured of a model: of those that the last cell trained together, all of it is with the first."""
+        is_of_last = any(each() is model for each in self._last_models)
+        return self.history() if is_of_last else self.histories.get(model, History())
+
     def history_of(self, model: nn.Module) -> History:
         return self.histories.setdefault(model, History())
 

@@ -66,7 +66,7 @@ def workloads_of(
             Workload.find(namespace, model=each, optimizer=options.optimizer) for each in options.models or (None,)
         ]
         found = [each for each in named if each is not None]
-        for each, name in zip(found, options.models if len(found) > 1 else (), strict=False):
+        for each, name in zip(found, options.models, strict=False):
             each.name = name
     else:
         found = [each.workload for each in together]

@@ -48,6 +48,16 @@ def test_parts_of_each_model_add_up_to_the_breakdown(shell: Any, cell: Cell) -> 
     assert "at the peak" in comparison._repr_html_()
 
 
+def test_panel_and_state_of_each_have_its_name_and_the_peak_of_the_receipt(cell: Cell) -> None:
+    cell(SETUP + GAN)
+    assert cell("%memfit panel --model D").out.startswith("memfit · D 161 · AdamW · cpu\n")
+    receipt = cell(f"%%memfit --adam8bit\n{GAN_LOOP}").out
+    state = cell("%memfit").out
+    peaks = [line.split(maxsplit=2)[2] for line in state.splitlines() if line.startswith("peak allocated")]
+    assert len(peaks) == 2 == state.count("plan in force   --adam8bit")
+    assert all(peak.partition(" on ")[0] in receipt for peak in peaks)
+
+
 def test_steps_of_a_model_in_the_place_of_another_are_those_of_its_own_plan(
     shell: Any, cell: Cell, tmp_path: Path
 ) -> None:
