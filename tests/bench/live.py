@@ -13,7 +13,7 @@ _PENDING_SECONDS = 0.25
 _SHARE = 0.01
 # sums up what showing costs: whatever happens on the training thread once a step has ended
 _WATCHED = """
-control, shown = panel._source, [0.0, 0]
+control, shown = panel.source, [0.0, 0]
 plain = control.steps.stepped
 def stepped():
     began = time.perf_counter()

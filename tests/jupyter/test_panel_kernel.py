@@ -44,7 +44,7 @@ def test_a_flip_on_a_subshell_is_pending_and_then_applied_while_the_cell_trains(
     kernel.interrupt()
     kernel.until_over(cell)
     kernel.delete_subshell(subshell)
-    log = kernel.value("[str(entry) for entry in panel._source.model.session.log]")
+    log = kernel.value("[str(entry) for entry in panel.source.model.session.log]")
     assert [entry.partition(": ")[2] for entry in log[-2:]] == [
         "as written → --checkpoint",
         "--checkpoint → as written",
@@ -57,7 +57,7 @@ def test_a_flip_without_a_subshell_is_applied_when_the_cell_has_ended(kernel: Li
     panel.click("accumulation", True)
     _, said = panel.until_said("accumulation", "applied at step")
     assert kernel.is_over(cell)
-    assert kernel.value("panel._source.model.session.plan.label") == "--accumulate 4"
+    assert kernel.value("panel.source.model.session.plan.label") == "--accumulate 4"
     assert "applied at step" in said
 
 
@@ -66,9 +66,9 @@ def test_a_flip_reaches_a_background_cell_without_a_subshell(kernel: LiveKernel)
     kernel.run(TRAIN.format(flags="--background", seconds=60))
     # the run begins in its own thread, after the cell has returned
     deadline = time.monotonic() + 60
-    while not kernel.value("panel._source.steps.world").startswith("the cell trains in the background"):
+    while not kernel.value("panel.source.steps.world").startswith("the cell trains in the background"):
         assert time.monotonic() < deadline, "the panel never said that the cell trains in the background"
     assert "applied at step" in panel.flip("accumulation", True, None).said
     kernel.run("stop = True")
     kernel.run("%memfit wait")
-    assert kernel.value("panel._source.model.session.plan.label") == "--accumulate 4"
+    assert kernel.value("panel.source.model.session.plan.label") == "--accumulate 4"
