@@ -189,7 +189,7 @@ def test_the_peak_of_a_plan_that_begins_within_a_step_that_nobody_observes_is_th
     if change == "back":
         loop.meter.plan_changed(Plan())
     else:
-        loop.meter.took_effect()
+        loop.meter.only_watched()
     loss.backward()
     loop.update()
     assert loop.meter.steps[-1].peak_allocated_bytes is None
