@@ -43,14 +43,16 @@ _FP64_SHARE = 1 / 2
 _SMALLEST_FP64_SHARE = 1 / 64
 
 
-_COLUMNS = ("flops", "moved_bytes", "kernels", "host_bytes", "made_bytes")
+_COLUMNS = ("flops", "moved_bytes", "kernels", "host_bytes", "made_bytes", "parts")
 
 
 class Kind(StrEnum):
     """Kinds of arithmetic in whose speed devices differ."""
 
     PRODUCT = "product"
+    CONVOLUTION = "convolution"
     ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
     ELEMENTWISE = "elementwise"
     IN_PLACE = "in place"
     EXPONENTIAL = "exponential"
@@ -58,6 +60,9 @@ class Kind(StrEnum):
     RANDOM = "random"
     ADAM_8BIT = "adam8bit"
     QUANTIZATION = "quantization"
+    # what surrounds an operator that `--checkpoint` runs again; and where results of products are kept
+    RERUN = "rerun"
+    SELECTIVE_RERUN = "selective rerun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Work:
     host_bytes: float = 0.0  # cross to host memory or to disk
     kind: str = Kind.ELEMENTWISE  # the sort of arithmetic
     made_bytes: float = 0.0  # of the moved ones, those written to new tensors
+    parts: float = 1.0  # how many pieces a CPU's kernel cuts it into, which cost something each
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ class Rates:
     host_bytes_per_second: float  # of the way off the device: PCIe, or a file
     # of the kinds whose arithmetic takes longer than their memory traffic; missing ones do not
     elements_per_second: Mapping[str, float] = field(default_factory=dict)
+    # by dtype and kind, what was measured for itself: seconds of one unit of `Work.flops`, and of one of its parts
+    costs: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     product_efficiency: float = 1.0  # share of `flops_per_second` that large products reach; 1 for measured rates
     attention_efficiency: float = 1.0  # the same for fused attention
     bandwidth_efficiency: float = 1.0  # share of `bytes_per_second` that operators reach
@@ -98,9 +106,11 @@ class Rates:
 
     def seconds_per_flop(self, dtype: str, kind: str) -> float:
         """Time of one unit of `Work.flops`; 0 where arithmetic never is the longest part."""
-        if kind == Kind.PRODUCT:
+        if (cost := self.costs.get((dtype, kind))) is not None:
+            return cost[0]
+        if kind in (Kind.PRODUCT, Kind.CONVOLUTION):
             return 1 / (self._product_rate(dtype) * self.product_efficiency)
-        if kind == Kind.ATTENTION:
+        if kind in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD):
             return 1 / (self._product_rate(dtype) * self.attention_efficiency)
         return 1 / self.elements_per_second.get(kind, math.inf)
 
@@ -221,7 +231,7 @@ class Bill:
 
     def _seconds_on_device(self, rates: Rates) -> float:
         seconds, kept = 0.0, rates.kept_bytes
-        moved, kernels, flops = (self.columns[name] for name in ("moved_bytes", "kernels", "flops"))
+        moved, kernels, flops, parts = (self.columns[name] for name in ("moved_bytes", "kernels", "flops", "parts"))
         if math.isfinite(kept):
             made = sum(made - kept for made in self.columns["made_bytes"] if made > kept)
             seconds += made / rates.mapped_bytes_per_second
@@ -231,14 +241,16 @@ class Bill:
             per_flop = rates.seconds_per_flop(dtype, kind)
             if not rates.overlaps:
                 seconds += sum([flops[member] for member in members]) * per_flop
+                if (cost := rates.costs.get((dtype, kind))) is not None:
+                    seconds += sum([parts[member] for member in members]) * cost[1]
             elif math.isnan(per_flop):  # which `max` would pass over or not, depending on the order
                 return math.nan
             else:
                 # the shorter parts of each operator are hidden
                 each = [(moved, rates.seconds_per_byte), (kernels, rates.seconds_per_kernel)]
                 each += [(flops, per_flop)] if per_flop else []
-                parts = [[column[member] * rate for member in members] for column, rate in each]
-                seconds += float(sum(map(max, *parts)))
+                times = [[column[member] * rate for member in members] for column, rate in each]
+                seconds += float(sum(map(max, *times)))
         return seconds
 
     def _grouped(self) -> dict[tuple[str, str], list[int]]:

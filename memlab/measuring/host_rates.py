@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -20,22 +21,30 @@ from memlab.extras import available, require
 from memlab.hardware.roofline import Kind, Rates
 from memlab.plan import Tier
 from memlab.runtime.modules import without_global_hooks
+from memlab.techniques.checkpointing.rerun import Part, recomputed
 from memlab.techniques.offload.spill import Spill
 from memlab.units import MIB
 
 # name, dtype, and rows, inputs and outputs of a linear layer that takes a few milliseconds; 16 bits have no fast kernels on
 # most CPUs
-_PRODUCTS = (
-    ("fp32", torch.float32, (512, 512, 512)),
-    ("bf16", torch.bfloat16, (256, 128, 512)),
-    ("fp16", torch.float16, (128, 128, 256)),
-    ("fp64", torch.float64, (256, 256, 256)),
-)
+_PRODUCTS = {
+    "fp32": (torch.float32, (512, 512, 512)),
+    "bf16": (torch.bfloat16, (256, 128, 512)),
+    "fp16": (torch.float16, (128, 128, 256)),
+    "fp64": (torch.float64, (256, 256, 256)),
+}
 _PRODUCTS_OF_LAYER = 3
-# above the 32 MiB up to which malloc comes to keep freed memory (M_MMAP_THRESHOLD in mallopt(3)), and above most caches
+_OF_LIBRARIES = (Kind.PRODUCT, Kind.CONVOLUTION, Kind.ATTENTION, Kind.ATTENTION_BACKWARD)
+_OF_BITSANDBYTES = (Kind.ADAM_8BIT, Kind.QUANTIZATION)
+_THIN = (64, 128, 128)  # a layer of a micro-batch, whose products take longer than their arithmetic
+_IMAGES = (4, 64, 16, 16)
+_KERNEL = 3
+# heads, queries and keys, features of a head; and into how many tiles torch's kernel cuts each of them
+_ATTENTION = (((4, 64, 64), 2), ((4, 384, 64), 6))
+# above what malloc comes to keep, and above most caches
 _FRESH_BYTES = 40 * MIB
-# from about here on an operator's result was memory mapped anew at every step (GPT-2 and BERT of 4 to 12 M parameters)
-_KEPT_BYTES = 8 * MIB
+# up to which malloc comes to keep freed memory (M_MMAP_THRESHOLD in mallopt(3))
+_KEPT_BYTES = 32 * MIB
 _ELEMENTS = 2**16
 _ROW_ELEMENTS = 256
 _ADAM_ELEMENTS = 2**18
@@ -43,10 +52,16 @@ _BLOCK_ELEMENTS = 256
 _SPILLED_BYTES = 16 * MIB  # state is streamed, so more than the nearer caches hold
 _BLOCKS = 16
 _SMALL = 4
+_BETWEEN = 192
 # linear layer, normalisation and GELU: three in forward; in backward three, and two more for weight and bias, each of
 # them added to what `.grad` holds, as are the two gradients of the normalisation
 _OPERATORS_OF_BLOCK = 12
 _REPEATS = 5
+# features, heads and features within of a layer that is run again; its batch; and how many operators that are more than views
+# run again of it (with the results of products kept, fewer)
+_LAYER = (64, 2, 64)
+_LAYER_INPUT = (2, 16, 64)
+_OPERATORS_OF_RERUN: dict[str, int] = {Kind.RERUN: 13, Kind.SELECTIVE_RERUN: 8}
 
 _known: dict[int, Rates] = {}
 
@@ -77,13 +92,16 @@ def _undisturbed() -> Iterator[None]:
 
 def _measured(threads: int) -> Rates:
     bytes_per_second, mapped_bytes_per_second = _memory_rates()
+    flops = {name: _product_rate(dtype, *sizes) for name, (dtype, sizes) in _PRODUCTS.items()}
+    seconds_per_operator = _seconds_per_operator()
     return Rates(
         name=f"CPU, {threads} thread{'s' if threads > 1 else ''}",
-        flops_per_second={name: _product_rate(dtype, *sizes) for name, dtype, sizes in _PRODUCTS},
+        flops_per_second=flops,
         bytes_per_second=bytes_per_second,
-        seconds_per_kernel=_seconds_per_operator(),
+        seconds_per_kernel=seconds_per_operator,
         host_bytes_per_second=_spill_rate(),
-        elements_per_second=_Elements(_element_rates()),
+        elements_per_second=_element_rates(),
+        costs=_Costs(flops, seconds_per_operator),
         kept_bytes=_KEPT_BYTES,
         mapped_bytes_per_second=mapped_bytes_per_second,
         overlaps=False,
@@ -147,15 +165,29 @@ def _element_rates() -> dict[str, float]:
 
 
 def _seconds_per_operator() -> float:
-    """Return what surrounds an operator: Python, modules, dispatch and autograd, on tensors too small to count."""
-    blocks = torch.nn.Sequential(*(module for _ in range(_BLOCKS) for module in _block()))
-    values = _ones(_SMALL, _SMALL).requires_grad_()
+    """Return what surrounds an operator: Python, modules, dispatch and autograd, on tensors too small to count.
+
+    Between blocks a product runs, as in a step: what follows it finds neither code nor data in the nearest caches.
+    """
+    blocks = [torch.nn.Sequential(*_block()) for _ in range(_BLOCKS)]
+    values, matrix = _ones(_SMALL, _SMALL).requires_grad_(), _ones(_BETWEEN, _BETWEEN)
+    product = torch.empty_like(matrix)
+
+    def between(_gradient: object = None) -> None:
+        torch.mm(matrix, matrix, out=product)
 
     def there_and_back() -> None:
         with torch.enable_grad():
-            blocks(values).sum().backward()
+            result = values
+            for block in blocks:
+                result = block(result)
+                with torch.no_grad():
+                    between()
+                result.register_hook(between)
+            result.sum().backward()  # type: ignore[no-untyped-call]
 
-    return _seconds(there_and_back) / (_OPERATORS_OF_BLOCK * _BLOCKS)
+    seconds = _seconds(there_and_back) - _seconds(lambda: [*map(between, range(2 * _BLOCKS))])
+    return max(0.0, seconds) / (_OPERATORS_OF_BLOCK * _BLOCKS)
 
 
 def _block() -> tuple[torch.nn.Module, ...]:
@@ -166,49 +198,131 @@ def _block() -> tuple[torch.nn.Module, ...]:
     return linear, torch.nn.LayerNorm(_SMALL, device="cpu", dtype=torch.float32), torch.nn.GELU()
 
 
-class _Elements(Mapping[str, float]):
-    """Rates by kind of arithmetic; those of bitsandbytes are measured when one is asked for."""
+_Key = tuple[str, str]
+_Cost = tuple[float, float]
 
-    def __init__(self, known: dict[str, float]) -> None:
-        self._known = known
 
-    def __getitem__(self, kind: str) -> float:
-        if kind in (Kind.ADAM_8BIT, Kind.QUANTIZATION) and kind not in self._known:
+class _Costs(Mapping[_Key, _Cost]):
+    """Seconds of a unit of arithmetic and of a part, by dtype and kind, each measured when it is first asked for."""
+
+    def __init__(self, flops_per_second: Mapping[str, float], seconds_per_operator: float) -> None:
+        self._flops_per_second, self._seconds_per_operator = flops_per_second, seconds_per_operator
+        self._known: dict[_Key, _Cost] = {}
+
+    def __getitem__(self, key: _Key) -> _Cost:
+        if key not in self._known:
+            if not self._differs(*key):
+                raise KeyError(key)
             with _undisturbed():
-                self._known |= _bitsandbytes_rates()
-        return self._known[kind]
+                self._known |= self._measured(*key)
+        return self._known[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def _differs(self, name: str, kind: str) -> bool:
+        """Return whether a kind is not priced well enough by what is known of all."""
+        if kind in _OF_BITSANDBYTES:
+            return available("bitsandbytes")
+        return kind in _OPERATORS_OF_RERUN or (kind in _OF_LIBRARIES and name in _PRODUCTS)
+
+    def _measured(self, name: str, kind: str) -> Mapping[_Key, _Cost]:
+        if kind in _OF_BITSANDBYTES:
+            return _bitsandbytes_costs()
+        if kind in _OPERATORS_OF_RERUN:
+            seconds = _seconds_of_rerun(selective=kind == Kind.SELECTIVE_RERUN) / _OPERATORS_OF_RERUN[kind]
+            return {(name, kind): (0.0, max(0.0, seconds - self._seconds_per_operator))}
+        dtype, per_flop = _PRODUCTS[name][0], 1 / self._flops_per_second[name]
+        if kind == Kind.CONVOLUTION:
+            return {(name, kind): (1 / _convolution_rate(dtype), 0.0)}
+        if kind != Kind.PRODUCT:
+            return _attention_costs(name, dtype)
+        flops = 2.0 * math.prod(_THIN)
+        return {(name, kind): (per_flop, max(0.0, flops / _product_rate(dtype, *_THIN) - flops * per_flop))}
+
+    def __iter__(self) -> Iterator[_Key]:
         return iter(self._known)
 
     def __len__(self) -> int:
         return len(self._known)
 
 
-def _bitsandbytes_rates() -> dict[str, float]:
-    """Elements per second of the 8-bit optimizer, and of the way to its format and back."""
-    if not available("bitsandbytes"):
-        return {}
-    functional = require("bitsandbytes").functional
-    signed, unsigned = functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
-    values = torch.linspace(-1.0, 1.0, _ADAM_ELEMENTS, dtype=torch.float32, device="cpu")
-    gradient = values.clone()
-    states = [torch.zeros(_ADAM_ELEMENTS, dtype=torch.uint8, device="cpu") for _ in range(2)]
-    scales = [_ones(_ADAM_ELEMENTS // _BLOCK_ELEMENTS) for _ in range(2)]
-
-    def update() -> None:
-        functional.optimizer_update_8bit_blockwise(
-            "adam", gradient, values, *states, 0.9, 0.999, 0.0, 0.0, 1e-8, 1, 0.0, signed, unsigned, *scales
-        )
+def _convolution_rate(dtype: torch.dtype) -> float:
+    """Operations per second of a convolution, there and back: of another library than products of matrices."""
+    rows, channels, height, width = _IMAGES
+    images, kernels = _ones(*_IMAGES, dtype=dtype), _ones(channels, channels, _KERNEL, _KERNEL, dtype=dtype)
+    settings: Any = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
     def there_and_back() -> None:
-        codes, state = functional.quantize_blockwise(gradient, code=signed, blocksize=_BLOCK_ELEMENTS)
-        functional.dequantize_blockwise(codes, absmax=state.absmax, code=signed, blocksize=_BLOCK_ELEMENTS)
+        torch.ops.aten.convolution(images, kernels, None, *settings)
+        torch.ops.aten.convolution_backward(images, images, kernels, None, *settings, [True, True, False])
 
-    return {
-        Kind.ADAM_8BIT: _ADAM_ELEMENTS / _seconds(update, repeats=2),
-        Kind.QUANTIZATION: 2 * _ADAM_ELEMENTS / _seconds(there_and_back, repeats=2),
-    }
+    flops = 2.0 * rows * height * width * (channels * _KERNEL) ** 2
+    return _PRODUCTS_OF_LAYER * flops / _seconds(there_and_back)
+
+
+def _attention_costs(name: str, dtype: torch.dtype) -> Mapping[_Key, _Cost]:
+    """Costs of fused attention, there and back, from two lengths: a tile has small products, which a flop does not tell."""
+    seconds: list[tuple[float, float]] = []
+    work: list[tuple[float, int]] = []
+    for (heads, length, features), tiles in _ATTENTION:
+        values = _ones(1, heads, length, features, dtype=dtype)
+        forward = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, values, values, values)
+        backward = partial(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, *(values,) * 4, *forward(), 0.0, False
+        )
+        seconds.append((_seconds(forward), _seconds(backward)))
+        work.append((4.0 * heads * length**2 * features, heads * tiles))
+    (few, few_tiles), (many, many_tiles) = work
+
+    def cost(at: int, factor: float) -> _Cost:
+        short, long = seconds[0][at], seconds[1][at]
+        per_tile = max(0.0, (short * many - long * few) / (few_tiles * many - many_tiles * few))
+        return max(0.0, long - many_tiles * per_tile) / (factor * many), per_tile
+
+    # five products in backward for the two in forward
+    return {(name, Kind.ATTENTION): cost(0, 1.0), (name, Kind.ATTENTION_BACKWARD): cost(1, 2.5)}
+
+
+def _seconds_of_rerun(*, selective: bool) -> float:
+    """Seconds by which running a layer again makes a step longer: its state is put back, and what it saves is compared."""
+    block = skip_init(
+        torch.nn.TransformerEncoderLayer, *_LAYER, 0.0, batch_first=True, device="cpu", dtype=torch.float32
+    )  # type: ignore[no-untyped-call]
+    for parameter in block.parameters():
+        torch.nn.init.ones_(parameter)
+    values, part = _ones(*_LAYER_INPUT).requires_grad_(), Part(block, "block")
+
+    def step(run: Callable[[torch.Tensor], Any]) -> None:
+        with torch.enable_grad():
+            run(values).sum().backward()
+
+    again = _seconds(lambda: step(lambda given: recomputed(part, block.forward, (given,), {}, selective=selective)))
+    return again - _seconds(lambda: step(block.forward))
+
+
+def _bitsandbytes_costs() -> Mapping[_Key, _Cost]:
+    """Seconds of an element and of a call of the 8-bit optimizer, and of the way to its format and back."""
+    functional = require("bitsandbytes").functional
+    signed, unsigned = functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
+
+    def seconds(elements: int) -> tuple[float, float]:
+        values = torch.linspace(-1.0, 1.0, elements, dtype=torch.float32, device="cpu")
+        gradient = values.clone()
+        states = [torch.zeros(elements, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        scales = [_ones(elements // _BLOCK_ELEMENTS) for _ in range(2)]
+
+        def update() -> None:
+            functional.optimizer_update_8bit_blockwise(
+                "adam", gradient, values, *states, 0.9, 0.999, 0.0, 0.0, 1e-8, 1, 0.0, signed, unsigned, *scales
+            )
+
+        def there_and_back() -> None:
+            codes, state = functional.quantize_blockwise(gradient, code=signed, blocksize=_BLOCK_ELEMENTS)
+            functional.dequantize_blockwise(codes, absmax=state.absmax, code=signed, blocksize=_BLOCK_ELEMENTS)
+
+        return _seconds(update), _seconds(there_and_back) / 2
+
+    calls, all_elements = seconds(_BLOCK_ELEMENTS), seconds(_ADAM_ELEMENTS)
+    kinds = zip((Kind.ADAM_8BIT, Kind.QUANTIZATION), calls, all_elements, strict=True)
+    return {("other", kind): (max(0.0, many - call) / _ADAM_ELEMENTS, call) for kind, call, many in kinds}
 
 
 def _spill_rate() -> float:

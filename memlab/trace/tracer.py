@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
-from memlab.hardware.roofline import Bill
+from memlab.hardware.roofline import Bill, Kind, Work
 from memlab.measuring.holdings import Holding, LedgerObserver, gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.observation import Observation
+from memlab.measuring.observation import RECOMPUTE, Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Gradients, Plan
 from memlab.records import Category
@@ -78,6 +78,7 @@ class Trace:
     products: Mapping[bool, int] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()  # of gradients, and of the modules that were to be marked, in order
     is_decided: bool = False  # whether the first pass decides how those after it are run
+    reruns: Kind | None = None  # what surrounds operators that run again; None where the model itself has them do so
 
     @property
     def has_surrogate_loss(self) -> bool:
@@ -91,7 +92,11 @@ class Trace:
 
     @functools.cached_property
     def bill(self) -> Bill:
-        return Bill.of(priced.work for priced in self.priced)
+        works = [priced.work for priced in self.priced]
+        again = sum(priced.moment == RECOMPUTE for priced in self.priced)
+        if again and self.reruns is not None:
+            works.append(Work(kernels=0, kind=self.reruns, parts=again))
+        return Bill.of(works)
 
 
 class Tracer:
@@ -521,6 +526,12 @@ class Tracer:
                 )
 
 
+def _reruns(plan: Plan) -> Kind | None:
+    if plan.checkpointing == "off":
+        return None
+    return Kind.SELECTIVE_RERUN if plan.checkpointing == "selective" else Kind.RERUN
+
+
 class _StepObserver(LedgerObserver):
     """Record of a step; an observer of the session that tells the recorder what runs."""
 
@@ -558,6 +569,7 @@ class _StepObserver(LedgerObserver):
             tuple(self.outputs),
             trained,
             dict(self.recorder.products),
+            reruns=_reruns(session.plan),
         )
 
     def note(self, text: str) -> None:

@@ -131,6 +131,19 @@ def _scores(query: torch.Tensor, key: torch.Tensor) -> float:
     return float(math.prod(query.shape[:-1]) * key.shape[-2])
 
 
+# queries that torch's kernel for CPUs takes at once, from which number of them on, and keys:
+# https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/FlashAttentionKernel.cpp
+_QUERIES_OF_TILE = ((768, 256), (192, 64), (0, 32))
+_KEYS_OF_TILE = 512
+
+
+def _tiles(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Return how many tiles of the scores a CPU computes, each by products of its own."""
+    queries, keys = query.shape[-2], key.shape[-2]  # of [b, h, s, d]
+    at_once = next(size for since, size in _QUERIES_OF_TILE if queries >= since)
+    return math.prod(query.shape[:-2]) * -(-queries // at_once) * -(-keys // _KEYS_OF_TILE)
+
+
 def _rnn_layer(args: _Args) -> float:
     """The two products of a recurrent layer, with its input and with its state; weights serve every time step."""
     inputs, *weights = args[:3]
@@ -173,7 +186,23 @@ _ATTENTION: dict[str, _Flops] = {
 
 # a handful of instructions per element at least: exponentials, and several passes over rows
 _EXPONENTIAL = (
-    *("exp", "expm1", "exp2", "log", "log2", "log10", "log1p", "sigmoid", "sin", "cos", "erf", "erfc", "erfinv"),
+    *(
+        "sqrt",
+        "rsqrt",
+        "exp",
+        "expm1",
+        "exp2",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sigmoid",
+        "sin",
+        "cos",
+        "erf",
+        "erfc",
+        "erfinv",
+    ),
     *("gelu", "gelu_backward", "silu", "silu_backward", "elu", "elu_backward", "softplus", "softplus_backward"),
     *("mish", "mish_backward", "log_sigmoid_forward", "logsumexp", "_softmax", "_softmax_backward_data"),
     *("_safe_softmax", "_log_softmax", "_log_softmax_backward_data", "native_layer_norm"),
@@ -191,6 +220,7 @@ _KINDS: dict[str, Kind] = {
     **{f"aten::{name}": Kind.TANH for name in _TANH},
     **{f"aten::{name}": Kind.RANDOM for name in _RANDOM},
     "bitsandbytes::optimizer_update_8bit_blockwise": Kind.ADAM_8BIT,
+    "bitsandbytes::optimizer_update_32bit": Kind.ADAM_8BIT,  # of parameters that are too small to pack
     "bitsandbytes::quantize_blockwise": Kind.QUANTIZATION,
     "bitsandbytes::dequantize_blockwise": Kind.QUANTIZATION,
 }
@@ -289,7 +319,7 @@ class _Rule:
             return self.kind, float(made.numel())
         if self._is_gelu and kwargs.get("approximate") == "tanh":
             return Kind.TANH, float(_numel_of_largest(args))
-        if self._name == "bitsandbytes::optimizer_update_8bit_blockwise":
+        if self.kind is Kind.ADAM_8BIT:
             return self.kind, float(args[2].numel())
         return self.kind, float(self._passes * _numel_of_largest(args))
 
@@ -329,7 +359,10 @@ class _ProductRule(_Rule):
     def __call__(self, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work:
         moved, made = self._moved_bytes(args, kwargs, out), self._made_bytes(out)
         flops = float(self._formula(*args, **kwargs, out_val=out)) if self._own is None else self._own(args)
-        return Work(flops, moved, _floating_dtype(args), self._kernels, 0, self.kind, made)
+        parts = 1
+        if self.kind in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD):
+            parts = _tiles(*args[self.kind is Kind.ATTENTION_BACKWARD :][:2])
+        return Work(flops, moved, _floating_dtype(args), self._kernels, 0, self.kind, made, parts)
 
 
 class _ForeachRule(_Rule):
@@ -396,11 +429,16 @@ def _rule_of(func: Any) -> _Pricer | None:
     own = name.removesuffix("_")  # addmm_ as addmm
     flops, formula = _PRODUCTS.get(own) or _ATTENTION.get(own), flop_registry.get(getattr(func, "overloadpacket", None))
     if flops is not None or formula is not None:
-        kind = Kind.ATTENTION if "attention" in name else Kind.PRODUCT
-        return _ProductRule(name, schema, kind, flops, formula)
+        return _ProductRule(name, schema, _kind_of_product(name), flops, formula)
     if name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")) and "rms_norm" not in name:
         return _ForeachRule(name, schema)
     return _Rule(name, schema)
+
+
+def _kind_of_product(name: str) -> Kind:
+    if "attention" in name:
+        return Kind.ATTENTION_BACKWARD if name.endswith("_backward") else Kind.ATTENTION
+    return Kind.CONVOLUTION if "convolution" in name else Kind.PRODUCT
 
 
 def _is_view(schema: Any) -> bool:
