@@ -43,7 +43,7 @@ _FP64_SHARE = 1 / 2
 _SMALLEST_FP64_SHARE = 1 / 64
 
 
-_COLUMNS = ("flops", "moved_bytes", "kernels", "host_bytes", "made_bytes", "parts")
+_COLUMNS = ("flops", "moved_bytes", "kernels", "host_bytes", "made_bytes", "parts", "updating")
 
 
 class Kind(StrEnum):
@@ -60,7 +60,7 @@ class Kind(StrEnum):
     RANDOM = "random"
     ADAM_8BIT = "adam8bit"
     QUANTIZATION = "quantization"
-    # what surrounds an operator that `--checkpoint` runs again; and where results of products are kept
+    # what surrounds modules that `--checkpoint` runs again, one part each; and where results of products are kept
     RERUN = "rerun"
     SELECTIVE_RERUN = "selective rerun"
 
@@ -77,6 +77,7 @@ class Work:
     kind: str = Kind.ELEMENTWISE  # the sort of arithmetic
     made_bytes: float = 0.0  # of the moved ones, those written to new tensors
     parts: float = 1.0  # how many pieces a CPU's kernel cuts it into, which cost something each
+    updating: int = 0  # how many of the kernels are of an update, without modules and autograd around them
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Rates:
     elements_per_second: Mapping[str, float] = field(default_factory=dict)
     # by dtype and kind, what was measured for itself: seconds of one unit of `Work.flops`, and of one of its parts
     costs: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    seconds_saved_per_updating: float = 0.0  # of `seconds_per_kernel`, in an update
     product_efficiency: float = 1.0  # share of `flops_per_second` that large products reach; 1 for measured rates
     attention_efficiency: float = 1.0  # the same for fused attention
     bandwidth_efficiency: float = 1.0  # share of `bytes_per_second` that operators reach
@@ -237,6 +239,7 @@ class Bill:
             seconds += made / rates.mapped_bytes_per_second
         if not rates.overlaps:
             seconds += sum(moved) * rates.seconds_per_byte + sum(kernels) * rates.seconds_per_kernel
+            seconds -= sum(self.columns["updating"]) * rates.seconds_saved_per_updating
         for (dtype, kind), members in self._grouped().items():
             per_flop = rates.seconds_per_flop(dtype, kind)
             if not rates.overlaps:

@@ -50,17 +50,18 @@ _ROW_ELEMENTS = 256
 _ADAM_ELEMENTS = 2**18
 _BLOCK_ELEMENTS = 256
 _SPILLED_BYTES = 16 * MIB  # state is streamed, so more than the nearer caches hold
-_BLOCKS = 16
+_BLOCKS = 8
 _SMALL = 4
 _BETWEEN = 192
 # linear layer, normalisation and GELU: three in forward; in backward three, and two more for weight and bias, each of
 # them added to what `.grad` holds, as are the two gradients of the normalisation
 _OPERATORS_OF_BLOCK = 12
+_OPERATORS_OF_UPDATE = 6
 _REPEATS = 5
-# features, heads and features within of a layer that is run again; its batch; and how many operators that are more than views
-# run again of it (with the results of products kept, fewer)
+# features, heads and features within of a layer that is run again, and its batch
 _LAYER = (64, 2, 64)
 _LAYER_INPUT = (2, 16, 64)
+# operators of it that run again, and are more than views
 _OPERATORS_OF_RERUN: dict[str, int] = {Kind.RERUN: 13, Kind.SELECTIVE_RERUN: 8}
 
 _known: dict[int, Rates] = {}
@@ -99,6 +100,7 @@ def _measured(threads: int) -> Rates:
         flops_per_second=flops,
         bytes_per_second=bytes_per_second,
         seconds_per_kernel=seconds_per_operator,
+        seconds_saved_per_updating=max(0.0, seconds_per_operator - _seconds_per_updating()),
         host_bytes_per_second=_spill_rate(),
         elements_per_second=_element_rates(),
         costs=_Costs(flops, seconds_per_operator),
@@ -165,29 +167,49 @@ def _element_rates() -> dict[str, float]:
 
 
 def _seconds_per_operator() -> float:
-    """Return what surrounds an operator: Python, modules, dispatch and autograd, on tensors too small to count.
+    """Return what surrounds an operator: Python, modules, dispatch and autograd, on tensors too small to count."""
+    blocks, values = [torch.nn.Sequential(*_block()) for _ in range(_BLOCKS)], _ones(_SMALL, _SMALL).requires_grad_()
 
-    Between blocks a product runs, as in a step: what follows it finds neither code nor data in the nearest caches.
-    """
-    blocks = [torch.nn.Sequential(*_block()) for _ in range(_BLOCKS)]
-    values, matrix = _ones(_SMALL, _SMALL).requires_grad_(), _ones(_BETWEEN, _BETWEEN)
-    product = torch.empty_like(matrix)
-
-    def between(_gradient: object = None) -> None:
-        torch.mm(matrix, matrix, out=product)
-
-    def there_and_back() -> None:
+    def there_and_back(between: Callable[..., None]) -> None:
         with torch.enable_grad():
             result = values
             for block in blocks:
                 result = block(result)
-                with torch.no_grad():
-                    between()
+                between()
                 result.register_hook(between)
             result.sum().backward()  # type: ignore[no-untyped-call]
 
-    seconds = _seconds(there_and_back) - _seconds(lambda: [*map(between, range(2 * _BLOCKS))])
-    return max(0.0, seconds) / (_OPERATORS_OF_BLOCK * _BLOCKS)
+    return _seconds_between(there_and_back, 2 * _BLOCKS) / (_OPERATORS_OF_BLOCK * _BLOCKS)
+
+
+def _seconds_per_updating() -> float:
+    """Return what surrounds an operator of an update, where there are neither modules nor autograd."""
+    values, other = _ones(_SMALL, _SMALL), _ones(_SMALL, _SMALL)
+
+    def update(between: Callable[..., None]) -> None:
+        for _ in range(_BLOCKS):
+            values.mul_(0.5).add_(other, alpha=0.5)
+            torch.sqrt(other).add_(1.0)
+            values.addcdiv_(values, other, value=0.5)
+            values.lerp_(other, 0.5)
+            between()
+
+    return _seconds_between(update, _BLOCKS) / (_OPERATORS_OF_UPDATE * _BLOCKS)
+
+
+def _seconds_between(call: Callable[[Callable[..., None]], None], times: int) -> float:
+    """Seconds of a call that has a product run so many times in between, without these.
+
+    What follows a product finds neither code nor data in the nearest caches, as in a step.
+    """
+    matrix = _ones(_BETWEEN, _BETWEEN)
+    result = torch.empty_like(matrix)
+
+    def product(_gradient: object = None) -> None:
+        with torch.no_grad():
+            torch.mm(matrix, matrix, out=result)
+
+    return max(0.0, _seconds(lambda: call(product), 12) - _seconds(lambda: [*map(product, range(times))], 12))
 
 
 def _block() -> tuple[torch.nn.Module, ...]:
@@ -227,8 +249,9 @@ class _Costs(Mapping[_Key, _Cost]):
         if kind in _OF_BITSANDBYTES:
             return _bitsandbytes_costs()
         if kind in _OPERATORS_OF_RERUN:
-            seconds = _seconds_of_rerun(selective=kind == Kind.SELECTIVE_RERUN) / _OPERATORS_OF_RERUN[kind]
-            return {(name, kind): (0.0, max(0.0, seconds - self._seconds_per_operator))}
+            seconds, modules = _rerun(selective=kind == Kind.SELECTIVE_RERUN)
+            seconds -= _OPERATORS_OF_RERUN[kind] * self._seconds_per_operator
+            return {(name, kind): (0.0, max(0.0, seconds) / modules)}
         dtype, per_flop = _PRODUCTS[name][0], 1 / self._flops_per_second[name]
         if kind == Kind.CONVOLUTION:
             return {(name, kind): (1 / _convolution_rate(dtype), 0.0)}
@@ -281,8 +304,11 @@ def _attention_costs(name: str, dtype: torch.dtype) -> Mapping[_Key, _Cost]:
     return {(name, Kind.ATTENTION): cost(0, 1.0), (name, Kind.ATTENTION_BACKWARD): cost(1, 2.5)}
 
 
-def _seconds_of_rerun(*, selective: bool) -> float:
-    """Seconds by which running a layer again makes a step longer: its state is put back, and what it saves is compared."""
+def _rerun(*, selective: bool) -> tuple[float, int]:
+    """Seconds by which running a layer again makes a step longer, and its modules.
+
+    Their state is put back, and what they save is compared.
+    """
     block = skip_init(
         torch.nn.TransformerEncoderLayer, *_LAYER, 0.0, batch_first=True, device="cpu", dtype=torch.float32
     )  # type: ignore[no-untyped-call]
@@ -294,8 +320,10 @@ def _seconds_of_rerun(*, selective: bool) -> float:
         with torch.enable_grad():
             run(values).sum().backward()
 
-    again = _seconds(lambda: step(lambda given: recomputed(part, block.forward, (given,), {}, selective=selective)))
-    return again - _seconds(lambda: step(block.forward))
+    def again(given: torch.Tensor) -> Any:
+        return recomputed(part, block.forward, (given,), {}, selective=selective)
+
+    return _seconds(lambda: step(again), 15) - _seconds(lambda: step(block.forward), 15), len(part.modules)
 
 
 def _bitsandbytes_costs() -> Mapping[_Key, _Cost]:

@@ -12,7 +12,7 @@ from memlab.records import Category, Phase, TimelinePoint, thin
 
 # Moments in which a storage is made or freed; RECOMPUTE is a checkpoint's forward inside backward. Plain integers for the
 # hot path, where looking up a member of an enum costs as much as the rest.
-_FORWARD, BACKWARD, RECOMPUTE, _STEP, OTHER = range(5)
+_FORWARD, BACKWARD, RECOMPUTE, STEP, OTHER = range(5)
 FORWARD_LIKE = frozenset({_FORWARD, RECOMPUTE, OTHER})
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD, Phase.STEP, Phase.OTHER)
 MOMENT_OF_PHASE = {phase: PHASES.index(phase) for phase in Phase}

@@ -29,8 +29,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from memlab.errors import TraceError
-from memlab.hardware.roofline import Work
+from memlab.hardware.roofline import Kind, Work
 from memlab.measuring.ledger import ADD, Ledger
+from memlab.measuring.observation import RECOMPUTE
 from memlab.measuring.operator_effects import effect_of
 from memlab.runtime.dispatch import MATRIX_PRODUCTS, defers
 from memlab.runtime.touch import own_class
@@ -122,6 +123,12 @@ class Recorder(Ledger):
             yield
         finally:
             self.in_model = before
+
+    def price_rerun(self, modules: int, *, selective: bool) -> None:
+        """Note that some modules are about to run again, which takes more than their operators."""
+        if self.watching:
+            kind = Kind.SELECTIVE_RERUN if selective else Kind.RERUN
+            self.priced.append(Priced(self.events, Work(kernels=0, kind=kind, parts=modules), RECOMPUTE))
 
     def begin(self, holdings: Any) -> None:
         super().begin(holdings)

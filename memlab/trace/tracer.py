@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from memlab.errors import MemlabError, TraceError, WorkloadError
-from memlab.hardware.roofline import Bill, Kind, Work
+from memlab.hardware.roofline import Bill
 from memlab.measuring.holdings import Holding, LedgerObserver, gradients_of, inputs_of, parameters_of, state_of
-from memlab.measuring.observation import RECOMPUTE, Observation
+from memlab.measuring.observation import STEP, Observation
 from memlab.measuring.runs import call_of, loss_in, output_of
 from memlab.plan import Gradients, Plan
 from memlab.records import Category
@@ -41,6 +41,7 @@ from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.probe import LEAST_ROWS, Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.checkpointing.checkpointing import main_blocks
+from memlab.techniques.checkpointing.rerun import reruns_told_to
 from memlab.trace.depth import FEWER, KEPT, Cut, Repeated, are_same, cut_of, deepened
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
@@ -78,7 +79,6 @@ class Trace:
     products: Mapping[bool, int] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()  # of gradients, and of the modules that were to be marked, in order
     is_decided: bool = False  # whether the first pass decides how those after it are run
-    reruns: Kind | None = None  # what surrounds operators that run again; None where the model itself has them do so
 
     @property
     def has_surrogate_loss(self) -> bool:
@@ -92,11 +92,9 @@ class Trace:
 
     @functools.cached_property
     def bill(self) -> Bill:
-        works = [priced.work for priced in self.priced]
-        again = sum(priced.moment == RECOMPUTE for priced in self.priced)
-        if again and self.reruns is not None:
-            works.append(Work(kernels=0, kind=self.reruns, parts=again))
-        return Bill.of(works)
+        return Bill.of(
+            replace(each.work, updating=each.work.kernels) if each.moment == STEP else each.work for each in self.priced
+        )
 
 
 class Tracer:
@@ -483,7 +481,8 @@ class Tracer:
         reached = [State.of_model(model, torch.device("cpu")) for model in models]
         try:
             known = own_steps() if is_known else nullcontext()
-            with _undisturbed(), self._choices.entered(), known, ExitStack() as stack:
+            reruns = reruns_told_to(recorder.price_rerun)
+            with _undisturbed(), self._choices.entered(), known, reruns, ExitStack() as stack:
                 for model in models:
                     _watch(model, recorder, stack)
                 way_back: list[torch.Tensor] = []  # what a change of a live plan keeps until it has succeeded
@@ -526,12 +525,6 @@ class Tracer:
                 )
 
 
-def _reruns(plan: Plan) -> Kind | None:
-    if plan.checkpointing == "off":
-        return None
-    return Kind.SELECTIVE_RERUN if plan.checkpointing == "selective" else Kind.RERUN
-
-
 class _StepObserver(LedgerObserver):
     """Record of a step; an observer of the session that tells the recorder what runs."""
 
@@ -569,7 +562,6 @@ class _StepObserver(LedgerObserver):
             tuple(self.outputs),
             trained,
             dict(self.recorder.products),
-            reruns=_reruns(session.plan),
         )
 
     def note(self, text: str) -> None:

@@ -89,9 +89,9 @@ class Run:
         self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._copies: dict[int, torch.Tensor] = {}
         self._weights: dict[nn.Parameter, torch.Tensor] = {}  # that train and were written to, with what they were
-        modules = part.modules
-        self.device = _device(self.inputs, modules)
-        self._state = State(modules, self._others, part.written, self.device, frozen=not part.is_watched)
+        self.modules = part.modules
+        self.device = _device(self.inputs, self.modules)
+        self._state = State(self.modules, self._others, part.written, self.device, frozen=not part.is_watched)
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
@@ -309,6 +309,8 @@ def _runs(
             return run.first(call, args, kwargs, products)
 
     def again(*saved: torch.Tensor) -> Any:
+        if (tell := getattr(_running, "tell", None)) is not None:
+            tell(len(run.modules), selective=products is not None)
         with run.again(), run.settings.entered(), hooks.within(run.under_way):
             args, kwargs = run.arguments(saved)
             return call(*args, **kwargs)
@@ -322,6 +324,16 @@ def _leave(error: BaseException) -> None:
         generator = frame.f_locals.get("gen") if frame.f_globals.get("__name__") == checkpoint.__module__ else None
         if isinstance(generator, Generator):
             generator.close()
+
+
+@contextmanager
+def reruns_told_to(tell: Callable[..., None]) -> Iterator[None]:
+    """Context in which this thread tells how many modules run again, and whether results of theirs are kept (`selective`)."""
+    _running.tell = tell
+    try:
+        yield
+    finally:
+        _running.tell = None
 
 
 @contextmanager
