@@ -58,6 +58,7 @@ _BETWEEN = 192
 _OPERATORS_OF_BLOCK = 12
 _OPERATORS_OF_UPDATE = 6
 _REPEATS = 5
+_REPEATS_BETWEEN = 15
 # features, heads and features within of a layer that is run again, and its batch
 _LAYER = (64, 2, 64)
 _LAYER_INPUT = (2, 16, 64)
@@ -112,8 +113,7 @@ def _measured(threads: int) -> Rates:
 
 def _seconds(call: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """The shortest of a few runs, after one to warm up."""
-    # other processes make a run longer on the clock, and take no time of this thread; that of several is not to be had
-    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
+    clock = _clock()
     call()
     shortest = math.inf
     for _ in range(repeats):
@@ -121,6 +121,11 @@ def _seconds(call: Callable[[], Any], repeats: int = _REPEATS) -> float:
         call()
         shortest = min(shortest, clock() - start)
     return shortest
+
+
+def _clock() -> Callable[[], float]:
+    # other processes make a run longer on the clock, and take no time of this thread; that of several is not to be had
+    return thread_time if torch.get_num_threads() == 1 else perf_counter
 
 
 def _ones(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -179,7 +184,7 @@ def _seconds_per_operator() -> float:
                 result.register_hook(between)
             result.sum().backward()  # type: ignore[no-untyped-call]
 
-    return _seconds_between(there_and_back, 2 * _BLOCKS) / (_OPERATORS_OF_BLOCK * _BLOCKS)
+    return _seconds_between(there_and_back) / (_OPERATORS_OF_BLOCK * _BLOCKS)
 
 
 def _seconds_per_updating() -> float:
@@ -194,22 +199,30 @@ def _seconds_per_updating() -> float:
             values.lerp_(other, 0.5)
             between()
 
-    return _seconds_between(update, _BLOCKS) / (_OPERATORS_OF_UPDATE * _BLOCKS)
+    return _seconds_between(update) / (_OPERATORS_OF_UPDATE * _BLOCKS)
 
 
-def _seconds_between(call: Callable[[Callable[..., None]], None], times: int) -> float:
-    """Seconds of a call that has a product run so many times in between, without these.
+def _seconds_between(call: Callable[[Callable[..., None]], None]) -> float:
+    """Seconds of a call that has products run in between, without these.
 
     What follows a product finds neither code nor data in the nearest caches, as in a step.
     """
-    matrix = _ones(_BETWEEN, _BETWEEN)
+    clock, matrix, of_products = _clock(), _ones(_BETWEEN, _BETWEEN), 0.0
     result = torch.empty_like(matrix)
 
     def product(_gradient: object = None) -> None:
+        nonlocal of_products
+        start = clock()
         with torch.no_grad():
             torch.mm(matrix, matrix, out=result)
+        of_products += clock() - start
 
-    return max(0.0, _seconds(lambda: call(product), 12) - _seconds(lambda: [*map(product, range(times))], 12))
+    shortest = math.inf
+    for _ in range(_REPEATS_BETWEEN):
+        of_products, start = 0.0, clock()
+        call(product)
+        shortest = min(shortest, clock() - start - of_products)
+    return shortest
 
 
 def _block() -> tuple[torch.nn.Module, ...]:
