@@ -14,7 +14,7 @@ Rules of the model:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -43,6 +43,7 @@ _FP64_SHARE = 1 / 2
 _SMALLEST_FP64_SHARE = 1 / 64
 
 
+Cost = tuple[float, float]  # seconds of one unit of `Work.flops`, and of one of `Work.parts`
 _COLUMNS = ("flops", "moved_bytes", "kernels", "host_bytes", "made_bytes", "parts", "updating")
 
 
@@ -91,8 +92,8 @@ class Rates:
     host_bytes_per_second: float  # of the way off the device: PCIe, or a file
     # of the kinds whose arithmetic takes longer than their memory traffic; missing ones do not
     elements_per_second: Mapping[str, float] = field(default_factory=dict)
-    # by dtype and kind, what was measured for itself: seconds of one unit of `Work.flops`, and of one of its parts
-    costs: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    # called with dtype and kind, gives the cost of what was measured for itself, None of what these rates tell
+    measured: Callable[[str, str], Cost | None] | None = None
     seconds_saved_per_updating: float = 0.0  # of `seconds_per_kernel`, in an update
     product_efficiency: float = 1.0  # share of `flops_per_second` that large products reach; 1 for measured rates
     attention_efficiency: float = 1.0  # the same for fused attention
@@ -106,9 +107,13 @@ class Rates:
     copies_beside: bool = False
     notes: tuple[str, ...] = ()  # what is missing or assumed, in words
 
+    def cost(self, dtype: str, kind: str) -> Cost | None:
+        """The cost of what was measured for itself."""
+        return None if self.measured is None else self.measured(dtype, kind)
+
     def seconds_per_flop(self, dtype: str, kind: str) -> float:
         """Time of one unit of `Work.flops`; 0 where arithmetic never is the longest part."""
-        if (cost := self.costs.get((dtype, kind))) is not None:
+        if (cost := self.cost(dtype, kind)) is not None:
             return cost[0]
         if kind in (Kind.PRODUCT, Kind.CONVOLUTION):
             return 1 / (self._product_rate(dtype) * self.product_efficiency)
@@ -244,7 +249,7 @@ class Bill:
             per_flop = rates.seconds_per_flop(dtype, kind)
             if not rates.overlaps:
                 seconds += sum([flops[member] for member in members]) * per_flop
-                if (cost := rates.costs.get((dtype, kind))) is not None:
+                if (cost := rates.cost(dtype, kind)) is not None:
                     seconds += sum([parts[member] for member in members]) * cost[1]
             elif math.isnan(per_flop):  # which `max` would pass over or not, depending on the order
                 return math.nan

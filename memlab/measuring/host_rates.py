@@ -6,6 +6,7 @@ and autocast stay as they are, and dispatch modes (a ledger, a fake mode) do not
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.nn.utils import skip_init
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.extras import available, require
-from memlab.hardware.roofline import Kind, Rates
+from memlab.hardware.roofline import Cost, Kind, Rates
 from memlab.plan import Tier
 from memlab.runtime.modules import without_global_hooks
 from memlab.techniques.checkpointing.rerun import Part, recomputed
@@ -34,13 +35,11 @@ _PRODUCTS = {
     "fp64": (torch.float64, (256, 256, 256)),
 }
 _PRODUCTS_OF_LAYER = 3
-_OF_LIBRARIES = (Kind.PRODUCT, Kind.CONVOLUTION, Kind.ATTENTION, Kind.ATTENTION_BACKWARD)
-_OF_BITSANDBYTES = (Kind.ADAM_8BIT, Kind.QUANTIZATION)
 _THIN = (64, 128, 128)  # a layer of a micro-batch, whose products take longer than their arithmetic
 _IMAGES = (4, 64, 16, 16)
 _KERNEL = 3
-# heads, queries and keys, features of a head; and into how many tiles torch's kernel cuts each of them
-_ATTENTION = (((4, 64, 64), 2), ((4, 384, 64), 6))
+# heads, queries and keys, features of a head; and into how many tiles torch's kernel cuts each
+_ATTENTION = ((4, 64, 64, 2), (4, 384, 64, 6))
 # above what malloc comes to keep, and above most caches
 _FRESH_BYTES = 40 * MIB
 # up to which malloc comes to keep freed memory (M_MMAP_THRESHOLD in mallopt(3))
@@ -104,7 +103,7 @@ def _measured(threads: int) -> Rates:
         seconds_saved_per_updating=max(0.0, seconds_per_operator - _seconds_per_updating()),
         host_bytes_per_second=_spill_rate(),
         elements_per_second=_element_rates(),
-        costs=_Costs(flops, seconds_per_operator),
+        measured=_costs(flops, seconds_per_operator),
         kept_bytes=_KEPT_BYTES,
         mapped_bytes_per_second=mapped_bytes_per_second,
         overlaps=False,
@@ -148,14 +147,11 @@ def _product_rate(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> f
 def _memory_rates() -> tuple[float, float]:
     """Bytes per second of an operator over memory, and of mapping what its result needs."""
     values = _ones(_FRESH_BYTES // 4)
-    kept_seconds = _seconds_into(values, torch.empty_like(values))
+    result = torch.empty_like(values)
+    kept_seconds = _seconds(lambda: torch.mul(values, 2.0, out=result))
     fresh_seconds = _seconds(lambda: torch.mul(values, 2.0), repeats=1)
     mapping_seconds = max(fresh_seconds - kept_seconds, 0.01 * kept_seconds)
     return 2 * _FRESH_BYTES / kept_seconds, _FRESH_BYTES / mapping_seconds
-
-
-def _seconds_into(values: torch.Tensor, result: torch.Tensor) -> float:
-    return _seconds(lambda: torch.mul(values, 2.0, out=result))
 
 
 def _element_rates() -> dict[str, float]:
@@ -233,51 +229,28 @@ def _block() -> tuple[torch.nn.Module, ...]:
     return linear, torch.nn.LayerNorm(_SMALL, device="cpu", dtype=torch.float32), torch.nn.GELU()
 
 
-_Key = tuple[str, str]
-_Cost = tuple[float, float]
+def _costs(flops_per_second: Mapping[str, float], seconds_per_operator: float) -> Callable[[str, str], Cost | None]:
+    """Return what tells the costs of a dtype and kind that is measured for itself, when it is first asked for."""
 
+    @functools.cache
+    def cost(name: str, kind: str) -> Cost | None:
+        with _undisturbed():
+            if kind in (Kind.ADAM_8BIT, Kind.QUANTIZATION):
+                return _bitsandbytes_cost(kind) if available("bitsandbytes") else None
+            if kind in _OPERATORS_OF_RERUN:
+                seconds, modules = _rerun(selective=kind == Kind.SELECTIVE_RERUN)
+                return 0.0, max(0.0, seconds - _OPERATORS_OF_RERUN[kind] * seconds_per_operator) / modules
+            if name not in _PRODUCTS:
+                return None
+            dtype, per_flop = _PRODUCTS[name][0], 1 / flops_per_second[name]
+            if kind == Kind.PRODUCT:
+                flops = 2.0 * math.prod(_THIN)
+                return per_flop, max(0.0, flops / _product_rate(dtype, *_THIN) - flops * per_flop)
+            if kind == Kind.CONVOLUTION:
+                return 1 / _convolution_rate(dtype), 0.0
+            return _attention_cost(dtype, kind) if kind in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD) else None
 
-class _Costs(Mapping[_Key, _Cost]):
-    """Seconds of a unit of arithmetic and of a part, by dtype and kind, each measured when it is first asked for."""
-
-    def __init__(self, flops_per_second: Mapping[str, float], seconds_per_operator: float) -> None:
-        self._flops_per_second, self._seconds_per_operator = flops_per_second, seconds_per_operator
-        self._known: dict[_Key, _Cost] = {}
-
-    def __getitem__(self, key: _Key) -> _Cost:
-        if key not in self._known:
-            if not self._differs(*key):
-                raise KeyError(key)
-            with _undisturbed():
-                self._known |= self._measured(*key)
-        return self._known[key]
-
-    def _differs(self, name: str, kind: str) -> bool:
-        """Return whether a kind is not priced well enough by what is known of all."""
-        if kind in _OF_BITSANDBYTES:
-            return available("bitsandbytes")
-        return kind in _OPERATORS_OF_RERUN or (kind in _OF_LIBRARIES and name in _PRODUCTS)
-
-    def _measured(self, name: str, kind: str) -> Mapping[_Key, _Cost]:
-        if kind in _OF_BITSANDBYTES:
-            return _bitsandbytes_costs()
-        if kind in _OPERATORS_OF_RERUN:
-            seconds, modules = _rerun(selective=kind == Kind.SELECTIVE_RERUN)
-            seconds -= _OPERATORS_OF_RERUN[kind] * self._seconds_per_operator
-            return {(name, kind): (0.0, max(0.0, seconds) / modules)}
-        dtype, per_flop = _PRODUCTS[name][0], 1 / self._flops_per_second[name]
-        if kind == Kind.CONVOLUTION:
-            return {(name, kind): (1 / _convolution_rate(dtype), 0.0)}
-        if kind != Kind.PRODUCT:
-            return _attention_costs(name, dtype)
-        flops = 2.0 * math.prod(_THIN)
-        return {(name, kind): (per_flop, max(0.0, flops / _product_rate(dtype, *_THIN) - flops * per_flop))}
-
-    def __iter__(self) -> Iterator[_Key]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
+    return cost
 
 
 def _convolution_rate(dtype: torch.dtype) -> float:
@@ -294,27 +267,22 @@ def _convolution_rate(dtype: torch.dtype) -> float:
     return _PRODUCTS_OF_LAYER * flops / _seconds(there_and_back)
 
 
-def _attention_costs(name: str, dtype: torch.dtype) -> Mapping[_Key, _Cost]:
-    """Costs of fused attention, there and back, from two lengths: a tile has small products, which a flop does not tell."""
-    seconds: list[tuple[float, float]] = []
-    work: list[tuple[float, int]] = []
-    for (heads, length, features), tiles in _ATTENTION:
+def _attention_cost(dtype: torch.dtype, kind: str) -> Cost:
+    """Cost of fused attention, from two lengths: each tile has products of its own, which large ones tell nothing of."""
+    seconds, flops, tiles = [], [], []
+    for heads, length, features, tiles_of_head in _ATTENTION:
         values = _ones(1, heads, length, features, dtype=dtype)
-        forward = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, values, values, values)
-        backward = partial(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, *(values,) * 4, *forward(), 0.0, False
-        )
-        seconds.append((_seconds(forward), _seconds(backward)))
-        work.append((4.0 * heads * length**2 * features, heads * tiles))
-    (few, few_tiles), (many, many_tiles) = work
-
-    def cost(at: int, factor: float) -> _Cost:
-        short, long = seconds[0][at], seconds[1][at]
-        per_tile = max(0.0, (short * many - long * few) / (few_tiles * many - many_tiles * few))
-        return max(0.0, long - many_tiles * per_tile) / (factor * many), per_tile
-
-    # five products in backward for the two in forward
-    return {(name, Kind.ATTENTION): cost(0, 1.0), (name, Kind.ATTENTION_BACKWARD): cost(1, 2.5)}
+        call = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, values, values, values)
+        if kind == Kind.ATTENTION_BACKWARD:
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            call = partial(backward, *(values,) * 4, *call(), 0.0, False)
+        seconds.append(_seconds(call))
+        # five products in backward for the two in forward
+        flops.append((10.0 if kind == Kind.ATTENTION_BACKWARD else 4.0) * heads * length**2 * features)
+        tiles.append(heads * tiles_of_head)
+    (short, long), (few, many) = seconds, flops
+    per_tile = max(0.0, (short * many - long * few) / (tiles[0] * many - tiles[1] * few))
+    return max(0.0, long - tiles[1] * per_tile) / many, per_tile
 
 
 def _rerun(*, selective: bool) -> tuple[float, int]:
@@ -339,12 +307,12 @@ def _rerun(*, selective: bool) -> tuple[float, int]:
     return _seconds(lambda: step(again), 15) - _seconds(lambda: step(block.forward), 15), len(part.modules)
 
 
-def _bitsandbytes_costs() -> Mapping[_Key, _Cost]:
-    """Seconds of an element and of a call of the 8-bit optimizer, and of the way to its format and back."""
+def _bitsandbytes_cost(kind: str) -> Cost:
+    """Cost of an element and of a call of the 8-bit optimizer, or of the way to its format and back."""
     functional = require("bitsandbytes").functional
     signed, unsigned = functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
 
-    def seconds(elements: int) -> tuple[float, float]:
+    def seconds(elements: int) -> float:
         values = torch.linspace(-1.0, 1.0, elements, dtype=torch.float32, device="cpu")
         gradient = values.clone()
         states = [torch.zeros(elements, dtype=torch.uint8, device="cpu") for _ in range(2)]
@@ -359,11 +327,10 @@ def _bitsandbytes_costs() -> Mapping[_Key, _Cost]:
             codes, state = functional.quantize_blockwise(gradient, code=signed, blocksize=_BLOCK_ELEMENTS)
             functional.dequantize_blockwise(codes, absmax=state.absmax, code=signed, blocksize=_BLOCK_ELEMENTS)
 
-        return _seconds(update), _seconds(there_and_back) / 2
+        return _seconds(update) if kind == Kind.ADAM_8BIT else _seconds(there_and_back) / 2
 
-    calls, all_elements = seconds(_BLOCK_ELEMENTS), seconds(_ADAM_ELEMENTS)
-    kinds = zip((Kind.ADAM_8BIT, Kind.QUANTIZATION), calls, all_elements, strict=True)
-    return {("other", kind): (max(0.0, many - call) / _ADAM_ELEMENTS, call) for kind, call, many in kinds}
+    of_call = seconds(_BLOCK_ELEMENTS)
+    return max(0.0, seconds(_ADAM_ELEMENTS) - of_call) / _ADAM_ELEMENTS, of_call
 
 
 def _spill_rate() -> float:

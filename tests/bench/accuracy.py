@@ -5,6 +5,10 @@ python -m tests.bench.accuracy --show     show what was measured last, on every 
 
 The device is the first CUDA GPU, with models that fill gigabytes; without one it is the CPU, counted by the ledger,
 with small models. Predictions are made before anything is measured, and are not calibrated by it.
+
+Steps are timed with the plans in turns. On a CPU their CPU time counts, which other processes lengthen less than the clock's;
+torch is to have one thread there (`OMP_NUM_THREADS=1`). The lowest time of the even turns and that of the odd ones are two
+measurements of a plan, and tell how much noise there is.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import gc
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +43,17 @@ from transformers import (
 
 from memlab import Workload, measure
 from memlab.errors import RefusalError
-from memlab.measuring.runs import training_step
+from memlab.measuring.runs import rehearsal, training_step
 from memlab.plan import Plan
 from memlab.predicting import predict_all
+from memlab.predicting.targets import interval_seconds
 from tests.bench.__main__ import slug, versions
 from tests.bench.find_plan import kendall_tau
 
 RESULTS = Path(__file__).parent / "results" / "accuracy"
-STEPS = 5
+STEPS = 3
+TURNS = 6
+AGREEING = 0.95  # of the plans, whose two measurements differ by no more than what is taken for noise
 PLANS = (
     "",
     "--accumulate 2",
@@ -77,7 +85,8 @@ class Pair:
         predicted_reserved_bytes: peak of reserved bytes; None off CUDA.
         measured_reserved_bytes: likewise.
         predicted_seconds: time of a step.
-        measured_seconds: likewise, of the fastest one: what others do on the machine only makes steps longer.
+        measured_seconds: likewise, of the fastest one in even turns, and in odd ones: what others do on the machine only makes
+            steps longer.
     """
 
     model: str
@@ -87,7 +96,12 @@ class Pair:
     predicted_reserved_bytes: int | None
     measured_reserved_bytes: int | None
     predicted_seconds: float
-    measured_seconds: float
+    measured_seconds: tuple[float, float]
+
+    @property
+    def seconds(self) -> float:
+        """The measured time of a step."""
+        return min(self.measured_seconds)
 
     @property
     def allocated_error(self) -> float:
@@ -235,7 +249,7 @@ def workload_of(make: Callable[[bool], tuple[nn.Module, dict[str, Any]]], device
 def examine(workload: Workload, say: Callable[[str], None]) -> list[Pair]:
     """Predict all plans, then measure those that apply; one that runs out of memory is left out, and said."""
     predictions = predict_all(workload, plans=PLANS, progress=lambda line: None)
-    pairs = []
+    peaks = []
     for number, (flags, predicted) in enumerate(zip(PLANS, predictions, strict=True), 1):
         say(f"{workload.name} {number} of {len(PLANS)}: {predicted.plan}")
         if predicted.refused:
@@ -244,19 +258,42 @@ def examine(workload: Workload, say: Callable[[str], None]) -> list[Pair]:
         if (measured := _measured(workload, flags)) is None:
             say("  ran out of memory")
             continue
-        pairs.append(
-            Pair(
-                model=workload.name,
-                plan=predicted.plan,
-                predicted_bytes=predicted.peak_allocated_bytes,
-                measured_bytes=measured.peak_allocated_bytes,
-                predicted_reserved_bytes=predicted.peak_reserved_bytes,
-                measured_reserved_bytes=measured.peak_reserved_bytes,
-                predicted_seconds=predicted.step_seconds,
-                measured_seconds=min(measured.step_seconds),
-            )
+        peaks.append((predicted, measured))
+    say(f"{workload.name}: times")
+    seconds = seconds_in_turns(workload, [predicted.plan for predicted, _ in peaks])
+    return [
+        Pair(
+            model=workload.name,
+            plan=predicted.plan,
+            predicted_bytes=predicted.peak_allocated_bytes,
+            measured_bytes=measured.peak_allocated_bytes,
+            predicted_reserved_bytes=predicted.peak_reserved_bytes,
+            measured_reserved_bytes=measured.peak_reserved_bytes,
+            predicted_seconds=predicted.step_seconds,
+            measured_seconds=seconds[predicted.plan],
         )
-    return pairs
+        for predicted, measured in peaks
+    ]
+
+
+def seconds_in_turns(workload: Workload, plans: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """The time of a step under each plan, measured twice: in even turns, and in odd ones."""
+    on_gpu = workload.device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    shortest: dict[str, list[float]] = {plan: [math.inf, math.inf] for plan in plans}
+    for turn in range(TURNS):
+        # what is slow for a while is so for plans at either end of the list
+        for plan in plans if turn % 4 < 2 else plans[::-1]:
+            gc.collect()
+            with rehearsal(workload, Plan.of_label(plan)):
+                for step in range(2 + STEPS):  # the first two look at the model and make what is kept
+                    start = clock()
+                    training_step(workload)
+                    if on_gpu:
+                        torch.cuda.synchronize()
+                    if step >= 2:
+                        shortest[plan][turn % 2] = min(shortest[plan][turn % 2], clock() - start)
+    return {plan: (even, odd) for plan, (even, odd) in shortest.items()}
 
 
 def _measured(workload: Workload, flags: str) -> Any:
@@ -265,7 +302,7 @@ def _measured(workload: Workload, flags: str) -> Any:
     if workload.device.type == "cuda":
         torch.cuda.empty_cache()
     try:
-        return measure(workload, flags, STEPS)
+        return measure(workload, flags, 1)
     except torch.OutOfMemoryError:
         return None
 
@@ -340,7 +377,81 @@ class Summary:
 
 def tau_of(pairs: Sequence[Pair]) -> float:
     """Kendall's tau of the predicted ranking of plans by time, against the measured one."""
-    return kendall_tau([pair.predicted_seconds for pair in pairs], [pair.measured_seconds for pair in pairs])
+    return kendall_tau([pair.predicted_seconds for pair in pairs], [pair.seconds for pair in pairs])
+
+
+@dataclass(frozen=True)
+class Times:
+    """How well the times of one model's plans are predicted.
+
+    Args:
+        tau: Kendall's, of the predicted ranking against the measured one.
+        noise: by how much two measurements of a plan differ at most, for most plans, as a share.
+        tau_beyond_noise: tau over the pairs of plans that differ by more than that.
+        decided: number of these pairs, as a share of all.
+        tau_of_two: tau of one measurement against the other.
+        worst: the most by which a plan is off after calibrating on the one as written, as a share of the measured time.
+        covered: share of the plans whose measured time lies within the predicted interval then.
+    """
+
+    tau: float
+    noise: float
+    tau_beyond_noise: float
+    decided: float
+    tau_of_two: float
+    worst: float
+    covered: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> Times:
+        """Those of the pairs of one model, the first as written."""
+        differences = sorted(max(pair.measured_seconds) / pair.seconds - 1 for pair in pairs)
+        noise = differences[math.ceil(AGREEING * len(differences)) - 1]
+        signs = [
+            (a.predicted_seconds - b.predicted_seconds) * (a.seconds - b.seconds)
+            for a, b in combinations(pairs, 2)
+            if max(a.seconds, b.seconds) > (1 + noise) * min(a.seconds, b.seconds)
+        ]
+        factor = pairs[0].seconds / pairs[0].predicted_seconds
+        calibrated = [factor * pair.predicted_seconds for pair in pairs]
+        errors = [predicted / pair.seconds - 1 for predicted, pair in zip(calibrated, pairs, strict=True)]
+        intervals = (interval_seconds(predicted, calibrated=True) for predicted in calibrated)
+        covered = [low <= pair.seconds <= high for (low, high), pair in zip(intervals, pairs, strict=True)]
+        return cls(
+            tau=tau_of(pairs),
+            noise=noise,
+            tau_beyond_noise=sum(math.copysign(1, sign) for sign in signs) / max(1, len(signs)),
+            decided=len(signs) / math.comb(len(pairs), 2),
+            tau_of_two=kendall_tau(*zip(*(pair.measured_seconds for pair in pairs), strict=True)),
+            worst=max(errors, key=abs),
+            covered=statistics.mean(covered),
+        )
+
+
+def times_table(results: Mapping[str, Any], *, of_plans: bool = False) -> str:
+    """The report of times on one device, as Markdown; or every plan's."""
+    groups = by_model(pairs_in(results))
+    if of_plans:
+        lines = ["| model | plan | predicted | measured | ratio, calibrated |", "|---|---|--:|--:|--:|"]
+        for name, pairs in groups.items():
+            factor = pairs[0].seconds / pairs[0].predicted_seconds
+            for pair in pairs:
+                times = f"{1e3 * pair.predicted_seconds:.1f} ms | {1e3 * pair.seconds:.1f} ms"
+                lines.append(
+                    f"| {name} | {pair.plan} | {times} | {factor * pair.predicted_seconds / pair.seconds:.2f} |"
+                )
+        return "\n".join(lines)
+    lines = [
+        "| model | tau | noise | tau of pairs beyond it | these | tau of two measurements | worst, calibrated | within the interval |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, pairs in groups.items():
+        each = Times.of(pairs)
+        lines.append(
+            f"| {name} | {each.tau:.2f} | {each.noise:.1%} | {each.tau_beyond_noise:.2f} | {each.decided:.0%} | "
+            f"{each.tau_of_two:.2f} | {each.worst:+.0%} | {each.covered:.0%} |"
+        )
+    return "\n".join(lines)
 
 
 def by_model(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
@@ -354,15 +465,12 @@ def table(results: dict[str, Any]) -> str:
     has_reserved = any(pair.reserved_error is not None for pair in pairs)
     header = ["model", "plans", "median", "95 %", "worst under", "worst over"]
     header += [f"reserved: {name}" for name in header[2:]] if has_reserved else []
-    header.append("Kendall's tau of times")
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     groups = by_model(pairs)
     for name, of_model in [*groups.items(), ("all", pairs)]:
         cells = [name, str(len(of_model)), *_cells([pair.allocated_error for pair in of_model])]
         if has_reserved:
             cells += _cells([pair.reserved_error for pair in of_model if pair.reserved_error is not None])
-        taus = [tau_of(of_model)] if name in groups else [tau_of(each) for each in groups.values()]
-        cells.append(f"{statistics.median(taus):.2f}" + ("" if name in groups else " (median)"))
         lines.append(cells)
     words = f"{results['device']} · torch {results['versions']['torch']} · peaks predicted against measured"
     return "\n".join([words, "", *(f"| {' | '.join(cells)} |" for cells in lines)])
@@ -380,13 +488,14 @@ def main() -> None:
     if parser.parse_args().show:
         for path in sorted(RESULTS.glob("*.json")):
             if ".allocator" not in path.suffixes:  # those of `allocator_accuracy`
-                print(table(json.loads(path.read_text())), end="\n\n")
+                found = json.loads(path.read_text())
+                print(table(found), times_table(found), times_table(found, of_plans=True), sep="\n\n", end="\n\n")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = results_on(device, lambda line: print(line, flush=True))
     path = save(results)
     print(
-        f"\n{table(results)}\n\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
+        f"\n{table(results)}\n\n{times_table(results)}\n\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
     )
 
 

@@ -74,6 +74,38 @@ def test_efficiencies_divide_their_own_part_only() -> None:
     assert seconds_of(Work(host_bytes=1e9), rates) == pytest.approx(1e9 / (31.5e9 * 0.8))
 
 
+def test_what_was_measured_for_itself_is_priced_by_its_arithmetic_and_its_parts_on_the_cpu() -> None:
+    attention = Work(flops=1000, dtype="bf16", kind=Kind.ATTENTION_BACKWARD, kernels=0, parts=4)
+    rerun = Work(kind=Kind.RERUN, kernels=0, parts=12)
+    costs = {("bf16", Kind.ATTENTION_BACKWARD): (0.01, 3.0), ("other", Kind.RERUN): (0.0, 0.5)}
+    measured = dataclasses.replace(EXPOSED, measured=lambda dtype, kind: costs.get((dtype, kind)))
+    assert seconds_of(attention, measured) == pytest.approx(1000 * 0.01 + 4 * 3.0)
+    assert seconds_of(rerun, measured) == pytest.approx(6)
+    assert Bill.of([attention, rerun]).seconds(measured) == pytest.approx(28)
+    # half the rows are half the tiles
+    half = Bill.of([dataclasses.replace(attention, flops=500, parts=2)])
+    assert half.towards(Bill.of([attention]), 2).seconds(measured) == pytest.approx(33)
+    assert seconds_of(attention, EXPOSED) == pytest.approx(2.5)
+    assert seconds_of(rerun, EXPOSED) == 0
+    assert seconds_of(attention, dataclasses.replace(measured, overlaps=True)) == pytest.approx(10)
+
+
+def test_operators_of_an_update_have_less_around_them_on_the_cpu() -> None:
+    update = Work(moved_bytes=1, kernels=3, updating=3)
+    assert seconds_of(update, EXPOSED) == pytest.approx(1.6)
+    assert seconds_of(update, dataclasses.replace(EXPOSED, seconds_saved_per_updating=0.2)) == pytest.approx(1.0)
+    assert seconds_of(update, dataclasses.replace(HIDING, seconds_saved_per_updating=0.2)) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "like"), [(Kind.CONVOLUTION, Kind.PRODUCT), (Kind.ATTENTION_BACKWARD, Kind.ATTENTION)]
+)
+def test_a_gpu_has_one_rate_for_products_and_one_for_attention(kind: Kind, like: Kind) -> None:
+    rates = rates_of(gpu("A100 80GB"))
+    own, other = (seconds_of(Work(flops=1e12, dtype="bf16", kind=each), rates) for each in (kind, like))
+    assert own == other > 1e-3
+
+
 # --- rates of the catalogue -----------------------------------------------------------------------
 
 

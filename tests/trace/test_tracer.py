@@ -13,6 +13,8 @@ from torch import nn
 
 from memlab import Workload, measure
 from memlab.errors import RefusalError, TraceError, WorkloadError
+from memlab.hardware.roofline import Kind
+from memlab.measuring.observation import RECOMPUTE
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
 from memlab.records import Category
@@ -73,6 +75,33 @@ def test_steps_are_the_same_every_time(language_model: Workload) -> None:
     assert [event[1:] for event in one.observation.raw] == [event[1:] for event in other.observation.raw]
     assert one.priced == other.priced
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"), [("", None), ("--checkpoint", Kind.RERUN), ("--checkpoint selective", Kind.SELECTIVE_RERUN)]
+)
+def test_modules_that_run_again_are_priced(language_model: Workload, flags: str, kind: Kind | None) -> None:
+    found = Tracer(language_model).one_pass(Plan.parse(flags)).priced
+    reruns = [each.work for each in found if each.work.kind in (Kind.RERUN, Kind.SELECTIVE_RERUN)]
+    blocks = language_model.model.transformer.h  # type: ignore[union-attr]
+    assert [each.parts for each in reruns] == [len(list(block.modules())) for block in blocks] * (kind is not None)  # type: ignore[union-attr]
+    assert {each.kind for each in reruns} == {kind} - {None}
+    assert not any(each.kernels or each.flops or each.moved_bytes for each in reruns)
+
+
+def test_what_a_model_checkpoints_itself_is_no_rerun_of_a_plan(language_model: Workload) -> None:
+    language_model.model.gradient_checkpointing_enable()  # type: ignore[operator]
+    found = Tracer(language_model).one_pass(Plan()).priced
+    assert any(each.moment == RECOMPUTE for each in found)
+    assert not any(each.work.kind == Kind.RERUN for each in found)
+
+
+def test_operators_of_an_update_are_told_from_those_of_a_pass(language_model: Workload) -> None:
+    tracer = Tracer(language_model)
+    passed = tracer.one_pass(Plan())
+    _, update = tracer.updates(Plan(), passed.trained)
+    assert not any(passed.bill.columns["updating"])
+    assert update.bill.columns["updating"] == update.bill.columns["kernels"]
 
 
 def test_a_pass_has_as_many_rows_as_it_is_asked_for(language_model: Workload) -> None:

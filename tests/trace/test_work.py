@@ -77,7 +77,8 @@ def flops_by_torch(call: Callable[[], Any]) -> int:
 def test_flops_of_products_are_those_torch_counts(call: Callable[[], Any], dtype: str) -> None:
     products = [found for found in works_of(call) if found.flops]
     assert [found.flops for found in products] == [flops_by_torch(call)]
-    assert [(found.kind, found.dtype) for found in products] == [(Kind.PRODUCT, dtype)]
+    assert [found.dtype for found in products] == [dtype]
+    assert products[0].kind in (Kind.PRODUCT, Kind.CONVOLUTION)
 
 
 def test_flops_of_a_convolution_and_its_gradients() -> None:
@@ -98,7 +99,28 @@ def test_flops_of_attention_with_its_gradients() -> None:
     with Recorder() as recorder:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     product = 2 * 2 * 4 * 16 * 16 * 8
-    assert [found.flops for found in recorder.works(Kind.ATTENTION)] == [2 * product, 5 * product]
+    assert [found.flops for found in recorder.works(Kind.ATTENTION, Kind.ATTENTION_BACKWARD)] == [
+        2 * product,
+        5 * product,
+    ]
+    assert [found.kind for found in recorder.works(Kind.ATTENTION_BACKWARD)] == [Kind.ATTENTION_BACKWARD]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "of_head"), [(32, 32, 1), (33, 33, 2), (191, 191, 6), (192, 192, 3), (768, 1024, 6)]
+)
+def test_tiles_of_attention_on_a_cpu(queries: int, keys: int, of_head: int) -> None:
+    q, k, v = (torch.randn(2, 3, length, 8, requires_grad=True) for length in (queries, keys, keys))
+    with Recorder() as recorder:
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+    assert [found.parts for found in recorder.works(Kind.ATTENTION, Kind.ATTENTION_BACKWARD)] == [2 * 3 * of_head] * 2
+
+
+def test_convolutions_are_of_their_own_kind() -> None:
+    layer = nn.Conv2d(3, 4, 3)
+    with Recorder() as recorder:
+        layer(torch.ones(1, 3, 8, 8)).sum().backward()
+    assert len(recorder.works(Kind.CONVOLUTION)) == 2
 
 
 def test_products_that_torch_does_not_count() -> None:
@@ -269,8 +291,8 @@ def test_flops_of_a_whole_step_are_those_torch_counts() -> None:
     training_step(found)
     with Recorder() as recorder:
         training_step(found)
-    attention = sum(each.flops for each in recorder.works(Kind.ATTENTION))
-    counted = sum(each.flops for each in recorder.works(Kind.PRODUCT))
+    attention = sum(each.flops for each in recorder.works(Kind.ATTENTION, Kind.ATTENTION_BACKWARD))
+    counted = sum(each.flops for each in recorder.works(Kind.PRODUCT, Kind.CONVOLUTION))
     assert counted == flops_by_torch(lambda: training_step(found))
     assert attention == 2 * 7 * (2 * 8 * 2 * 32 * 32 * 32)  # two layers; torch has no formula of the CPU's kernel
 
