@@ -36,7 +36,7 @@ _PRODUCTS = {
 }
 _PRODUCTS_OF_LAYER = 3
 _THIN = (64, 128, 128)  # a layer of a micro-batch, whose products take longer than their arithmetic
-_IMAGES = (4, 64, 16, 16)
+_IMAGES, _IMAGE = (2, 8), (64, 16, 16)  # a single one is computed in another way
 _KERNEL = 3
 # heads, queries and keys, features of a head; and into how many tiles torch's kernel cuts each
 _ATTENTION = ((4, 64, 64, 2), (4, 384, 64, 6))
@@ -247,24 +247,31 @@ def _costs(flops_per_second: Mapping[str, float], seconds_per_operator: float) -
                 flops = 2.0 * math.prod(_THIN)
                 return per_flop, max(0.0, flops / _product_rate(dtype, *_THIN) - flops * per_flop)
             if kind == Kind.CONVOLUTION:
-                return 1 / _convolution_rate(dtype), 0.0
+                return _convolution_cost(dtype)
             return _attention_cost(dtype, kind) if kind in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD) else None
 
     return cost
 
 
-def _convolution_rate(dtype: torch.dtype) -> float:
-    """Operations per second of a convolution, there and back: of another library than products of matrices."""
-    rows, channels, height, width = _IMAGES
-    images, kernels = _ones(*_IMAGES, dtype=dtype), _ones(channels, channels, _KERNEL, _KERNEL, dtype=dtype)
+def _convolution_cost(dtype: torch.dtype) -> Cost:
+    """Cost of a convolution, from two numbers of images: of another library than products of matrices."""
+    channels, height, width = _IMAGE
+    kernels = _ones(channels, channels, _KERNEL, _KERNEL, dtype=dtype)
     settings: Any = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
-    def there_and_back() -> None:
-        torch.ops.aten.convolution(images, kernels, None, *settings)
-        torch.ops.aten.convolution_backward(images, images, kernels, None, *settings, [True, True, False])
+    def seconds(rows: int) -> float:
+        images = _ones(rows, *_IMAGE, dtype=dtype)
 
-    flops = 2.0 * rows * height * width * (channels * _KERNEL) ** 2
-    return _PRODUCTS_OF_LAYER * flops / _seconds(there_and_back)
+        def there_and_back() -> None:
+            torch.ops.aten.convolution(images, kernels, None, *settings)
+            torch.ops.aten.convolution_backward(images, images, kernels, None, *settings, [True, True, False])
+
+        return _seconds(there_and_back)
+
+    flops = _PRODUCTS_OF_LAYER * 2.0 * height * width * (channels * _KERNEL) ** 2  # of one image
+    few, many = map(seconds, _IMAGES)
+    of_calls = max(0.0, few * _IMAGES[1] - many * _IMAGES[0]) / (_IMAGES[1] - _IMAGES[0])
+    return max(0.0, many - of_calls) / _IMAGES[1] / flops, of_calls / 2
 
 
 def _attention_cost(dtype: torch.dtype, kind: str) -> Cost:
