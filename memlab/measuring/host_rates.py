@@ -57,12 +57,10 @@ _BETWEEN = 192
 _OPERATORS_OF_BLOCK = 12
 _OPERATORS_OF_UPDATE = 6
 _REPEATS = 5
-_REPEATS_BETWEEN = 15
+_REPEATS_OF_SMALL = 15
 # features, heads and features within of a layer that is run again, and its batch
 _LAYER = (64, 2, 64)
 _LAYER_INPUT = (2, 16, 64)
-# operators of it that run again, and are more than views
-_OPERATORS_OF_RERUN: dict[str, int] = {Kind.RERUN: 13, Kind.SELECTIVE_RERUN: 8}
 
 _known: dict[int, Rates] = {}
 
@@ -103,7 +101,7 @@ def _measured(threads: int) -> Rates:
         seconds_saved_per_updating=max(0.0, seconds_per_operator - _seconds_per_updating()),
         host_bytes_per_second=_spill_rate(),
         elements_per_second=_element_rates(),
-        measured=_costs(flops, seconds_per_operator),
+        measured=_costs(flops),
         kept_bytes=_KEPT_BYTES,
         mapped_bytes_per_second=mapped_bytes_per_second,
         overlaps=False,
@@ -214,7 +212,7 @@ def _seconds_between(call: Callable[[Callable[..., None]], None]) -> float:
         of_products += clock() - start
 
     shortest = math.inf
-    for _ in range(_REPEATS_BETWEEN):
+    for _ in range(_REPEATS_OF_SMALL):
         of_products, start = 0.0, clock()
         call(product)
         shortest = min(shortest, clock() - start - of_products)
@@ -229,7 +227,7 @@ def _block() -> tuple[torch.nn.Module, ...]:
     return linear, torch.nn.LayerNorm(_SMALL, device="cpu", dtype=torch.float32), torch.nn.GELU()
 
 
-def _costs(flops_per_second: Mapping[str, float], seconds_per_operator: float) -> Callable[[str, str], Cost | None]:
+def _costs(flops_per_second: Mapping[str, float]) -> Callable[[str, str], Cost | None]:
     """Return what tells the costs of a dtype and kind that is measured for itself, when it is first asked for."""
 
     @functools.cache
@@ -237,9 +235,8 @@ def _costs(flops_per_second: Mapping[str, float], seconds_per_operator: float) -
         with _undisturbed():
             if kind in (Kind.ADAM_8BIT, Kind.QUANTIZATION):
                 return _bitsandbytes_cost(kind) if available("bitsandbytes") else None
-            if kind in _OPERATORS_OF_RERUN:
-                seconds, modules = _rerun(selective=kind == Kind.SELECTIVE_RERUN)
-                return 0.0, max(0.0, seconds - _OPERATORS_OF_RERUN[kind] * seconds_per_operator) / modules
+            if kind in (Kind.RERUN, Kind.SELECTIVE_RERUN):
+                return 0.0, _seconds_of_rerun(selective=kind == Kind.SELECTIVE_RERUN)
             if name not in _PRODUCTS:
                 return None
             dtype, per_flop = _PRODUCTS[name][0], 1 / flops_per_second[name]
@@ -292,10 +289,10 @@ def _attention_cost(dtype: torch.dtype, kind: str) -> Cost:
     return max(0.0, long - tiles[1] * per_tile) / many, per_tile
 
 
-def _rerun(*, selective: bool) -> tuple[float, int]:
-    """Seconds by which running a layer again makes a step longer, and its modules.
+def _seconds_of_rerun(*, selective: bool) -> float:
+    """Seconds by which running a layer again makes a step longer, for each of its modules.
 
-    Their state is put back, and what they save is compared.
+    Their state is put back, and what they save is compared. Beside that the operators that run again are a twentieth here.
     """
     block = skip_init(
         torch.nn.TransformerEncoderLayer, *_LAYER, 0.0, batch_first=True, device="cpu", dtype=torch.float32
@@ -311,7 +308,8 @@ def _rerun(*, selective: bool) -> tuple[float, int]:
     def again(given: torch.Tensor) -> Any:
         return recomputed(part, block.forward, (given,), {}, selective=selective)
 
-    return _seconds(lambda: step(again), 15) - _seconds(lambda: step(block.forward), 15), len(part.modules)
+    once, twice = (_seconds(partial(step, run), _REPEATS_OF_SMALL) for run in (block.forward, again))
+    return max(0.0, twice - once) / len(part.modules)
 
 
 def _bitsandbytes_cost(kind: str) -> Cost:

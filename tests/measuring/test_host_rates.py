@@ -6,19 +6,15 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.hardware.roofline import Bill, Kind, Rates, Work
 from memlab.measuring import host_rates as module
 from memlab.measuring.device import CpuDevice
 from memlab.measuring.host_rates import host_rates
-from memlab.trace.work import work_of
 
 
 @pytest.fixture(autouse=True)
@@ -151,36 +147,6 @@ def test_attention_takes_what_its_tiles_and_its_arithmetic_take(kind: Kind, dtyp
     work = Work(flops, dtype=name, kind=kind, kernels=0, parts=2 * heads)
     predicted = Bill.of([work]).seconds(host_rates())
     assert measured / 2.5 < predicted < 2.5 * measured
-
-
-@pytest.mark.parametrize(("kind", "selective"), [(Kind.RERUN, False), (Kind.SELECTIVE_RERUN, True)])
-def test_operators_of_the_layer_that_is_run_again(kind: Kind, selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they take by themselves is not counted among what surrounds them."""
-
-    class Again(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-            self.count += is_again and work_of(func, args, kwargs or {}, out) is not None
-            return out
-
-    counts = []
-
-    def seconds(call: Callable[[], object], repeats: int = 1) -> float:
-        call()  # the first time is another
-        with Again() as again:
-            call()
-        counts.append(again.count)
-        return 0.0
-
-    monkeypatch.setattr(module, "_seconds", seconds)
-    with torch.no_grad():
-        module._rerun(selective=selective)
-    assert counts == [module._OPERATORS_OF_RERUN[kind], 0]
 
 
 def test_rerunning_a_layer_takes_longer_than_its_operators() -> None:
