@@ -68,12 +68,11 @@ _known: dict[int, Rates] = {}
 def host_rates() -> Rates:
     """Rates of this machine's CPU with the present number of threads.
 
-    The first call takes some 0.5 s, later ones nothing. Rates of 8-bit optimizers are measured when they are first asked for, as
-    that imports bitsandbytes.
+    The first call takes some 0.3 s, later ones nothing. What plans or models differ in (attention, convolutions, what is run
+    again, 8-bit optimizers, whose import takes a second) is measured when it is first asked for.
 
     Known limitations:
-        Products are measured warm, those of one linear layer together; caches, other processes and thin products make a
-        step slower.
+        Products are measured warm, those of one linear layer together; caches and other processes make a step slower.
     """
     threads = torch.get_num_threads()
     if threads not in _known:

@@ -186,29 +186,13 @@ _ATTENTION: dict[str, _Flops] = {
 
 # a handful of instructions per element at least: exponentials, and several passes over rows
 _EXPONENTIAL = (
-    *(
-        "sqrt",
-        "rsqrt",
-        "exp",
-        "expm1",
-        "exp2",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sigmoid",
-        "sin",
-        "cos",
-        "erf",
-        "erfc",
-        "erfinv",
-    ),
+    *("exp", "expm1", "exp2", "log", "log2", "log10", "log1p", "sigmoid", "sin", "cos", "erf", "erfc", "erfinv"),
     *("gelu", "gelu_backward", "silu", "silu_backward", "elu", "elu_backward", "softplus", "softplus_backward"),
     *("mish", "mish_backward", "log_sigmoid_forward", "logsumexp", "_softmax", "_softmax_backward_data"),
     *("_safe_softmax", "_log_softmax", "_log_softmax_backward_data", "native_layer_norm"),
     *("native_layer_norm_backward", "native_group_norm", "native_group_norm_backward", "native_batch_norm"),
     *("native_batch_norm_backward", "_native_batch_norm_legit", "batch_norm_backward", "_fused_rms_norm"),
-    *("_fused_rms_norm_backward", "max_pool2d_with_indices", "binary_cross_entropy_with_logits"),
+    *("_fused_rms_norm_backward", "max_pool2d_with_indices", "binary_cross_entropy_with_logits", "sqrt", "rsqrt"),
 )
 _TANH = ("tanh", "atan2", "tan", "sinh", "cosh", "asin", "acos", "atan", "digamma", "lgamma")
 _RANDOM = (

@@ -89,9 +89,9 @@ class Run:
         self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._copies: dict[int, torch.Tensor] = {}
         self._weights: dict[nn.Parameter, torch.Tensor] = {}  # that train and were written to, with what they were
-        self.modules = part.modules
-        self.device = _device(self.inputs, self.modules)
-        self._state = State(self.modules, self._others, part.written, self.device, frozen=not part.is_watched)
+        modules = part.modules
+        self.device = _device(self.inputs, modules)
+        self._state = State(modules, self._others, part.written, self.device, frozen=not part.is_watched)
         self._observers = Observers(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
@@ -310,7 +310,7 @@ def _runs(
 
     def again(*saved: torch.Tensor) -> Any:
         if (tell := getattr(_running, "tell", None)) is not None:
-            tell(len(run.modules), selective=products is not None)
+            tell(len(run._part.modules), selective=products is not None)
         with run.again(), run.settings.entered(), hooks.within(run.under_way):
             args, kwargs = run.arguments(saved)
             return call(*args, **kwargs)
