@@ -333,8 +333,9 @@ def _bitsandbytes_cost(kind: str) -> Cost:
 
         return _seconds(update) if kind == Kind.ADAM_8BIT else _seconds(there_and_back) / 2
 
-    of_call = seconds(_BLOCK_ELEMENTS)
-    return max(0.0, seconds(_ADAM_ELEMENTS) - of_call) / _ADAM_ELEMENTS, of_call
+    of_call, of_elements = seconds(_BLOCK_ELEMENTS), seconds(_ADAM_ELEMENTS)
+    # on a busy machine a short call may take as long as a long one
+    return max(0.1 * of_elements, of_elements - of_call) / _ADAM_ELEMENTS, of_call
 
 
 def _spill_rate() -> float:

@@ -16,6 +16,7 @@ from memlab.runtime.callers import OWN_FOLDER
 Function = TypeVar("Function", bound=Any)
 _LEFT_ALONE = "code of memlab is not compiled"
 _deferring: dict[type, bool] = {}
+own_tensors: set[str] = set()  # names of classes of memlab's that loops get tensors of
 HALF = (torch.float16, torch.bfloat16)  # numbers of half precision
 # operators that multiply matrices, on a GPU by cuBLAS
 MATRIX_PRODUCTS = frozenset(
@@ -69,13 +70,26 @@ def never_compile(function: Function) -> Function:
 never_compile(WatchingMode.__torch_dispatch__)
 
 
+def makes_one_graph() -> bool:
+    """Return whether torch.compile is at a function of which it has to make one graph (``fullgraph=True``), and this is called in it.
+
+    Torch runs this while it compiles, and takes the result for a constant.
+    """
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
+    function = getattr(getattr(compiler, "tls", None), "current_tx", None)
+    return bool(getattr(function, "one_graph", False) or getattr(function, "error_on_graph_break", False))
+
+
+makes_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined] # what `assume_constant_result` sets
+
+
 def is_compilers_failure(error: BaseException) -> bool:
     """Return whether torch.compile failed on code of memlab, in what it had to make one graph of."""
     of_others = hasattr(
         error, "innermost_user_frame_summary"
     )  # which the compiler hangs on errors that it lets through
     is_compilers = of_others or type(error).__module__ == "torch._dynamo.exc"
-    return is_compilers and any(mark in str(error) for mark in (_LEFT_ALONE, OWN_FOLDER))
+    return is_compilers and any(mark in str(error) for mark in (_LEFT_ALONE, OWN_FOLDER, *own_tensors))
 
 
 def is_within_compiled_call() -> bool:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import SessionError
 from memlab.runtime.callers import handed_over
+from memlab.runtime.dispatch import own_tensors
 
 # what can be asked without knowing the value
 _METADATA = frozenset(
@@ -63,6 +64,10 @@ class LazyTensor(torch.Tensor):
 
     def __init__(self, *_args: Any) -> None:
         super().__init__()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own_tensors.add(f"`{cls.__name__}`")
 
     def value(self) -> torch.Tensor:
         """The real tensor, computed at the first call, with a graph if one would have been recorded where it was made."""
@@ -125,6 +130,9 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.value().detach().clone()
+
+
+own_tensors.add(f"`{LazyTensor.__name__}`")
 
 
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:

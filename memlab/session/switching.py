@@ -11,6 +11,7 @@ asked for is answered by the error, and so are memlab's own loops (measurements,
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -187,6 +188,7 @@ class Switching:
         try:
             for each in self._companions():
                 check(each.workload, pending)
+            self._check_loop(pending)
             self.change(pending, on_trial=True)
             for each in self._companions():
                 each.switching.ask(pending)
@@ -204,6 +206,13 @@ class Switching:
                     "free memory first, or make the batch smaller",
                 ),
             )
+
+    def _check_loop(self, pending: Plan) -> None:
+        """Ask the techniques that are to come whether they suit the loop that runs."""
+        known = [kind.setting(self.in_force.plan) for kind in TECHNIQUES]
+        for kind, setting in zip(TECHNIQUES, known, strict=True):
+            if is_wanted(kind, pending) and kind.setting(pending) != setting:
+                kind(pending).check_loop(self._workload, sys._getframe())
 
     def _not_applied(self, pending: Plan, refusal: RefusalError) -> None:
         """The loop goes on under the old plan; whoever asked reads it in the log."""

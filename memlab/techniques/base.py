@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -184,6 +185,17 @@ class Technique:
 
     def check_modes(self, workload: Workload) -> None:
         """Refuse modes that modules are in now; a loop that has not begun may set others.
+
+        Raises:
+            RefusalError: with the reason and what to do.
+        """
+
+    def check_loop(self, workload: Workload, frame: FrameType) -> None:
+        """Refuse a loop that runs, by its code: for a plan that is asked for from elsewhere.
+
+        Args:
+            workload: what it trains.
+            frame: the newest of those that run.
 
         Raises:
             RefusalError: with the reason and what to do.

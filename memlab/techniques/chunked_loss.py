@@ -19,6 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -29,9 +30,10 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.autocast import autocast_as_before
 from memlab.runtime.callers import handed_over
-from memlab.runtime.dispatch import never_compile
+from memlab.runtime.dispatch import makes_one_graph, never_compile
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real, with_graph
+from memlab.runtime.loop_reading import made_one_graph
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
@@ -74,6 +76,15 @@ class ChunkedLoss(Technique):
                 f"the layer of {workload.name} onto {heads[0].out_features} classes, a {kind}, has a forward of its own"
             )
         raise RefusalError(self.field, reason, "use --accumulate N, which divides the logits as well")
+
+    def check_loop(self, workload: Workload, frame: FrameType) -> None:
+        if name := made_one_graph(frame):
+            raise RefusalError(
+                self.field,
+                f"the loop calls {name}, of which torch.compile makes one graph (fullgraph=True), and which takes no logits that are "
+                "not computed",
+                "compile it without fullgraph, or use --accumulate N",
+            )
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -161,7 +172,8 @@ def _deferring(head: nn.Linear, made: Callable[[DeferredLogits], None]) -> Calla
     @functools.wraps(original)
     def deferring(hidden: torch.Tensor) -> Any:
         is_derived = head.training and torch.is_grad_enabled() and not why_as_written()
-        if not is_derived or type(head).forward is not product:
+        is_in_graph = torch.compiler.is_compiling() and makes_one_graph()
+        if not is_derived or is_in_graph or type(head).forward is not product:
             return original(hidden)
         logits = DeferredLogits.of(hidden, head)
         made(logits)
@@ -231,6 +243,8 @@ class DeferredLogits(LazyTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func := handed_over(func))
+        if torch.compiler.is_compiling() and makes_one_graph():
+            handler = None  # tiles are no part of a graph
         if handler is not None and args and isinstance(args[0], DeferredLogits) and args[0].is_deferred:
             result = handler(*args, **(kwargs or {}))
             if isinstance(result, DeferredLogits) and result is not args[0]:

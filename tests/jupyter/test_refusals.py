@@ -317,6 +317,60 @@ before = [parameter.detach().clone() for parameter in model.parameters()]
     assert cell("%%memfit\nmodel\nloss_of(inputs).backward()\noptimizer.step()").error is None
 
 
+_FULLGRAPH = """
+import torch, torch.nn.functional as F
+from memlab.live.control import control_of
+torch.manual_seed(0)
+blocks = (torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(2))
+model = torch.nn.Sequential(torch.nn.Sequential(*blocks), torch.nn.Linear(32, 2048))
+optimizer, inputs, target = torch.optim.AdamW(model.parameters()), torch.randn(4, 32), torch.randint(0, 2048, (4,))
+@torch.compile(backend="eager", fullgraph=True)
+def loss_of(logits, target): return F.cross_entropy(logits, target)
+def loss_by_model(inputs, target): return F.cross_entropy(model(inputs), target)
+if of_model:
+    loss_by_model = torch.compile(loss_by_model, backend="eager", fullgraph=True)
+def train(click, of_model):
+    losses = []
+    for step in range(6):
+        loss = loss_by_model(inputs, target) if of_model and step % 2 else loss_of(model(inputs), target)
+        loss.backward(); optimizer.step(); optimizer.zero_grad(); losses.append(loss.item())
+        if click and step == 2: control_of(model).ask(*click)
+    return losses
+"""
+
+
+@pytest.mark.parametrize(
+    ("click", "of_model", "said"),
+    [
+        (("loss", "chunked"), False, "loss: the loop calls loss_of, of which torch.compile makes one graph (fullgraph=True), and which "
+         "takes no logits that are not computed; compile it without fullgraph, or use --accumulate N"),
+        (("offload", "params"), True, "offload: the loop calls loss_by_model, of which torch.compile makes one graph (fullgraph=True) with "
+         "calls of model in it; compile it without fullgraph, or leave the setting out"),
+        (("precision", "pure-bf16"), True, "precision: the loop calls loss_by_model, of which torch.compile makes one graph "
+         "(fullgraph=True) with calls of model in it; compile it without fullgraph, or leave the setting out"),
+        (("offload", "params"), False, ""),
+    ],
+)  # fmt: skip
+def test_a_click_that_a_function_of_one_graph_forbids(
+    shell: Any, cell: Cell, click: Any, of_model: bool, said: str
+) -> None:
+    shell.user_ns.update(click=click, of_model=of_model)
+    assert cell(_FULLGRAPH).error is None
+    assert cell("%%memfit --model model\nfound = train(click, of_model)").error is None
+    ran = cell("%memfit")
+    assert (said or "as written → --offload params") in " ".join(ran.out.split()).replace("Sequential", "model")
+    assert cell(f"%memfit undo all\n{_FULLGRAPH}expected = train(None, of_model)").error is None
+    assert shell.user_ns["found"] == shell.user_ns["expected"]
+
+
+def test_logits_that_are_not_computed_in_a_function_of_one_graph(shell: Any, cell: Cell) -> None:
+    shell.user_ns["of_model"] = False
+    assert cell(_FULLGRAPH).error is None
+    assert one_line(cell("%%memfit --chunk-loss --model model\ntrain(None, False)")).startswith(
+        "session: torch.compile cannot make one graph (fullgraph=True, compiled autograd) of a function"
+    )
+
+
 def test_missing_bitsandbytes(made: Cell, unchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     said = refused(made, unchanged, "%%memfit --adam8bit")

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from memlab.runtime.backward import is_added
 from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved, storage_of
+from memlab.runtime.loop_reading import made_one_graph, of_one_graph
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
@@ -134,6 +136,10 @@ class OffloadParams(Offload):
                 "and its own to be moved",
                 "use --offload optimizer,activations",
             )
+
+    def check_loop(self, workload: Workload, frame: FrameType) -> None:
+        if name := made_one_graph(frame, workload.model):
+            raise RefusalError(self.field, *of_one_graph(name, workload.name))
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):

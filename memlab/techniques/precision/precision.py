@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held
+from memlab.runtime.loop_reading import made_one_graph, of_one_graph
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
@@ -172,6 +174,10 @@ class PrecisionChoice(Technique):
         recurrent = any(isinstance(module, nn.RNNBase) for module in workload.model.modules())
         if precision is Precision.FP16 and workload.device.type == "cpu" and recurrent:
             raise RefusalError(self.field, "the CPU has no fp16 kernels for recurrent layers", "use --bf16 here")
+
+    def check_loop(self, workload: Workload, frame: FrameType) -> None:
+        if self._is(Precision.PURE_BF16) and (name := made_one_graph(frame, workload.model)):
+            raise RefusalError(self.field, *of_one_graph(name, workload.name))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS) and self.plan.precision in (Precision.FP16, Precision.PURE_BF16):
