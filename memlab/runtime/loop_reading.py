@@ -5,11 +5,12 @@ Known limitations: code of libraries is not read, nor is what is called by an at
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import getattr_static, getclosurevars
+from inspect import CO_OPTIMIZED, getattr_static, getclosurevars
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -20,6 +21,7 @@ from memlab.runtime.callers import is_installed
 from memlab.runtime.containers import content_of
 
 _MOST_FUNCTIONS = 500
+_REFERENCES_OF_OURS = 3  # the frame's, that of the variable here, and the argument
 
 
 @dataclass
@@ -48,7 +50,8 @@ def functions_of_loop(frame: FrameType) -> Iterator[Function]:
     waiting: list[Function] = []
     for each, _ in walk_stack(frame):
         if not is_installed(each.f_code.co_filename):
-            waiting.append(Function(each.f_code, ChainMap(each.f_locals, each.f_globals), each.f_locals.get("self")))
+            variables = _variables(each)
+            waiting.append(Function(each.f_code, ChainMap(variables, each.f_globals), variables.get("self")))
     seen: set[CodeType] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         function = waiting.pop()
@@ -65,6 +68,8 @@ def made_one_graph(frame: FrameType, model: nn.Module | None = None) -> str:
         frame: the newest of those that run.
         model: look only for functions that name this model, or a part of it.
     """
+    if "torch._dynamo.convert_frame" not in sys.modules:  # nothing was compiled
+        return ""
     parts = set() if model is None else {id(part) for part in model.modules()}
     for function in functions_of_loop(frame):
         for name, value in function.values():
@@ -89,6 +94,17 @@ def _original_of_one_graph(value: Any) -> Any:
     if isinstance(value, nn.Module):
         context, original = getattr(value, "dynamo_ctx", None), getattr(value, "_orig_mod", None)
     return original if getattr(context, "fullgraph", False) else None
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return what is in a frame's variables, and leave no copy of them there, which would keep what the loop drops."""
+    shown = frame.f_locals
+    found = dict(shown)
+    # before Python 3.13 a dict, which `locals()` of the user's returns as well: one that they hold stays
+    is_copy = isinstance(shown, dict) and frame.f_code.co_flags & CO_OPTIMIZED
+    if is_copy and sys.getrefcount(shown) <= _REFERENCES_OF_OURS:
+        shown.clear()
+    return found
 
 
 def _names_one_of(original: Any, parts: set[int]) -> bool:

@@ -125,6 +125,8 @@ class Switching:
         A change that is not `noted` is not in the log: it serves the plan that was asked for last.
         """
         self._position.end_own_step()
+        if on_trial or of_rescue:
+            self._check_loop(plan)
         if plan != self.in_force.plan:
             beside = {id(each): each.workload for each in (*self._companions(), *sharing(self._workload))}
             require_compatible(self._workload, plan, [*beside.values()])
@@ -188,7 +190,6 @@ class Switching:
         try:
             for each in self._companions():
                 check(each.workload, pending)
-            self._check_loop(pending)
             self.change(pending, on_trial=True)
             for each in self._companions():
                 each.switching.ask(pending)
@@ -207,12 +208,12 @@ class Switching:
                 ),
             )
 
-    def _check_loop(self, pending: Plan) -> None:
-        """Ask the techniques that are to come whether they suit the loop that runs."""
-        known = [kind.setting(self.in_force.plan) for kind in TECHNIQUES]
-        for kind, setting in zip(TECHNIQUES, known, strict=True):
-            if is_wanted(kind, pending) and kind.setting(pending) != setting:
-                kind(pending).check_loop(self._workload, sys._getframe())
+    def _check_loop(self, plan: Plan) -> None:
+        """Ask the techniques that are to come whether they suit the loop that runs; a rescue may be on a thread of autograd's."""
+        for kind in TECHNIQUES:
+            if is_wanted(kind, plan) and kind.setting(plan) != kind.setting(self.in_force.plan):
+                # in no variable: this frame would keep itself, and what the loop holds
+                kind(plan).check_loop(self._workload, sys._current_frames().get(self._position.thread, sys._getframe()))
 
     def _not_applied(self, pending: Plan, refusal: RefusalError) -> None:
         """The loop goes on under the old plan; whoever asked reads it in the log."""
