@@ -1,0 +1,294 @@
+"""Models of published tables that no library here has, as far as their memory goes: same sizes, same operators, nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_GPT_WIDTH, _GPT_HEADS, _GPT_LAYERS = 768, 12, 12
+_VIT_WIDTH, _VIT_HEADS, _VIT_LAYERS, _VIT_PATCH = 1024, 16, 24, 16
+_LIT_WIDTH, _LIT_HEADS, _LIT_TOKENS = 4096, 32, 128  # tokens in one call of the output layer
+
+
+class GptFromScratch(nn.Module):
+    """The GPT of 163M parameters (the output layer has weights of its own) that rasbt's book writes operator by operator.
+
+    Args:
+        tokens: longest row.
+        has_mask: whether every block holds the causal mask in fp32; otherwise it is made in every call.
+        has_layers: whether normalisation and GELU are torch's.
+        has_kernel: whether attention is torch's, and its three projections one.
+    """
+
+    def __init__(
+        self, tokens: int, *, has_mask: bool = False, has_layers: bool = False, has_kernel: bool = False
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50257, _GPT_WIDTH)
+        self.places = nn.Embedding(tokens, _GPT_WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        norm = nn.LayerNorm if has_layers else _Norm
+        blocks = []
+        for _ in range(_GPT_LAYERS):
+            attention = _Attention() if has_kernel else _WrittenAttention(tokens if has_mask else None)
+            activation = nn.GELU("tanh") if has_layers else _Gelu()
+            inner = nn.Sequential(
+                nn.Linear(_GPT_WIDTH, 4 * _GPT_WIDTH), activation, nn.Linear(4 * _GPT_WIDTH, _GPT_WIDTH)
+            )
+            blocks.append(nn.Sequential(*(_Residual(norm(_GPT_WIDTH), part) for part in (attention, inner))))
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = norm(_GPT_WIDTH)
+        self.head = nn.Linear(_GPT_WIDTH, 50257, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = self.places(torch.arange(ids.shape[1], device=ids.device))
+        x = self.dropout(self.embedding(ids) + places)  # [b, s, d]
+        return self.head(self.norm(self.blocks(x)))
+
+
+class _Residual(nn.Module):
+    def __init__(self, norm: nn.Module, part: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.part, self.dropout = norm, part, nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.part(self.norm(x))) + x
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(_GPT_WIDTH, 3 * _GPT_WIDTH, bias=False)
+        self.out = nn.Linear(_GPT_WIDTH, _GPT_WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, _GPT_HEADS, -1)).permute(2, 0, 3, 1, 4)  # [3, b, h, s, d]
+        dropout = 0.1 if self.training else 0.0
+        context = F.scaled_dot_product_attention(*qkv, dropout_p=dropout, is_causal=True)
+        return self.out(context.transpose(1, 2).flatten(2))
+
+
+class _WrittenAttention(nn.Module):
+    def __init__(self, tokens: int | None) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(_GPT_WIDTH, _GPT_WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(_GPT_WIDTH, _GPT_WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("mask", None if tokens is None else torch.ones(tokens, tokens).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key, query, value = (
+            part(x).unflatten(-1, (_GPT_HEADS, -1)).transpose(1, 2) for part in (self.key, self.query, self.value)
+        )  # [b, h, s, d]
+        scores = query @ key.transpose(2, 3)  # [b, h, s, s]
+        mask = torch.ones(scores.shape[-2:], device=x.device).triu(1) if self.mask is None else self.mask
+        scores.masked_fill_(mask.bool(), -math.inf)
+        weights = self.dropout(torch.softmax(scores / key.shape[-1] ** 0.5, -1))
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
+
+
+class _Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return self.scale * ((x - mean) / torch.sqrt(variance + 1e-5)) + self.shift
+
+
+class _Gelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3))))
+
+
+class VitLarge(nn.Module):
+    """Torchvision's ViT-L/16 for images of 224 × 224 and ten classes.
+
+    Args:
+        is_of_2023: whether attention in 16 bits lays its result out batch first, as the flash kernel of torch < 2.2 did. Its
+            rows are put in `nn.MultiheadAttention`'s own order afterwards, which then takes a copy.
+    """
+
+    def __init__(self, *, is_of_2023: bool = False) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, _VIT_WIDTH, _VIT_PATCH, _VIT_PATCH)
+        self.first = nn.Parameter(torch.zeros(1, 1, _VIT_WIDTH))
+        self.places = nn.Parameter(torch.zeros(1, (224 // _VIT_PATCH) ** 2 + 1, _VIT_WIDTH))
+        self.blocks = nn.Sequential(*(_VitBlock(is_of_2023) for _ in range(_VIT_LAYERS)))
+        self.norm = nn.LayerNorm(_VIT_WIDTH)
+        self.head = nn.Linear(_VIT_WIDTH, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)  # [b, s, d]
+        x = torch.cat([self.first.expand(len(images), -1, -1), patches], 1) + self.places
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+class _VitBlock(nn.Module):
+    def __init__(self, is_of_2023: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(_VIT_WIDTH), nn.LayerNorm(_VIT_WIDTH)
+        self.attention = _VitAttention(is_of_2023)
+        self.inner = nn.Sequential(
+            nn.Linear(_VIT_WIDTH, 4 * _VIT_WIDTH), nn.GELU(), nn.Linear(4 * _VIT_WIDTH, _VIT_WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention(self.norm1(x)) + x
+        return x + self.inner(self.norm2(x))
+
+
+class _VitAttention(nn.Module):
+    """The operators of `nn.MultiheadAttention` with `batch_first`, whose kernel cannot be reached."""
+
+    def __init__(self, is_of_2023: bool) -> None:
+        super().__init__()
+        self.is_of_2023 = is_of_2023
+        self.qkv, self.out = nn.Linear(_VIT_WIDTH, 3 * _VIT_WIDTH), nn.Linear(_VIT_WIDTH, _VIT_WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projected = self.qkv(x.transpose(0, 1))  # [s, b, 3 d]
+        parts = projected.unflatten(-1, (3, -1)).movedim(-2, 0).contiguous()
+        qkv = (part.unflatten(-1, (_VIT_HEADS, -1)).permute(1, 2, 0, 3) for part in parts)  # [b, h, s, d]
+        context = F.scaled_dot_product_attention(*qkv).transpose(1, 2)
+        if self.is_of_2023:
+            context = context.contiguous()
+        tokens = context.transpose(0, 1).flatten(0, 1).flatten(1)  # [s b, h d]
+        return self.out(tokens).view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class LitSizes:
+    """Sizes of a model of LitGPT.
+
+    Args:
+        words: size of the vocabulary, rounded up.
+        layers: number of blocks.
+        inner: width of the feed-forward part.
+        is_llama: as Llama: RMSNorm, gated SiLU, no biases, every number of a head rotated; otherwise as GPT-NeoX: LayerNorm,
+            GELU, biases, a quarter rotated, attention and feed-forward part beside each other.
+    """
+
+    words: int
+    layers: int
+    inner: int
+    is_llama: bool
+
+
+class LitAdapter(nn.Module):
+    """A frozen model of LitGPT in which LLaMA-Adapter trains prompts and gates, from the third block on.
+
+    Args:
+        sizes: sizes of the model.
+        is_second: whether scales and biases of all products train as well, and normalisation (LLaMA-Adapter V2).
+    """
+
+    def __init__(self, sizes: LitSizes, *, is_second: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(sizes.words, _LIT_WIDTH)
+        self.blocks = nn.ModuleList(_LitBlock(sizes, number >= 2, is_second) for number in range(sizes.layers))
+        self.norm = _lit_norm(sizes)
+        self.head = _lit_linear(_LIT_WIDTH, sizes.words, has_bias=False, is_second=is_second)
+        rotated = _LIT_WIDTH // _LIT_HEADS if sizes.is_llama else _LIT_WIDTH // _LIT_HEADS // 4
+        self.angles = 10000.0 ** (-torch.arange(0, rotated, 2) / rotated)
+        trained = ("prompt", "gate", "scale", "shift", "norm") if is_second else ("prompt", "gate")
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(any(part in name for part in trained))
+
+    def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        places = torch.outer(torch.arange(ids.shape[1], device=ids.device), self.angles.to(ids.device)).repeat(1, 2)
+        turns = places.cos(), places.sin()  # in fp32
+        x = self.words(ids)  # [b, s, d]
+        for block in self.blocks:
+            x = block(x, turns)
+        # Fabric returns results in fp32
+        return [self.head(tokens).float() for tokens in self.norm(x).split(_LIT_TOKENS, 1)]
+
+    @staticmethod
+    def loss(logits: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+        parts = zip(logits, targets.split(_LIT_TOKENS, 1), strict=True)
+        return torch.cat([F.cross_entropy(one.flatten(0, 1), other.flatten(), reduction="none") for one, other in parts]).mean()
+
+
+class _LitBlock(nn.Module):
+    def __init__(self, sizes: LitSizes, has_prompt: bool, is_second: bool) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.norm1, self.norm2 = _lit_norm(sizes), _lit_norm(sizes)
+        linear = partial(_lit_linear, has_bias=not sizes.is_llama, is_second=is_second)
+        self.qkv, self.out = linear(_LIT_WIDTH, 3 * _LIT_WIDTH), linear(_LIT_WIDTH, _LIT_WIDTH)
+        self.ups = nn.ModuleList(linear(_LIT_WIDTH, sizes.inner) for _ in range(2 if sizes.is_llama else 1))
+        self.down = linear(sizes.inner, _LIT_WIDTH)
+        self.prompt = nn.Parameter(torch.zeros(1, 10, _LIT_WIDTH)) if has_prompt else None
+        self.gate = nn.Parameter(torch.zeros(1, 1, _LIT_HEADS, 1)) if has_prompt else None
+
+    def forward(self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        attended = self.attended(self.norm1(x), turns)
+        if self.sizes.is_llama:
+            x = attended + x
+            return self.fed(self.norm2(x)) + x
+        return self.fed(self.norm2(x)) + attended + x
+
+    def fed(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sizes.is_llama:
+            gate, up = (each(x) for each in self.ups)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(self.ups[0](x)))
+
+    def attended(self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        query, key, value = self.projected(x)
+        query, key = _turned(query, *turns), _turned(key, *turns)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)  # [b, s, h, d]
+        if self.prompt is not None:
+            _, key, value = self.projected(self.prompt)
+            mask = torch.ones(x.shape[1], key.shape[2], dtype=torch.bool, device=x.device)
+            y = y + self.gate * F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+        return self.out(y.flatten(2))
+
+    def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        heads = self.qkv(x).unflatten(-1, (_LIT_HEADS, 3, -1)).permute(0, 2, 3, 1, 4)  # [b, h, 3, s, d]
+        return heads.unbind(2)
+
+
+def _turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    turned, kept = x[..., : cosines.shape[-1]], x[..., cosines.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    turned = (turned * cosines + torch.cat((-second, first), -1) * sines).type_as(x)
+    return torch.cat((turned, kept), -1)
+
+
+def _lit_norm(sizes: LitSizes) -> nn.Module:
+    return _RmsNorm() if sizes.is_llama else nn.LayerNorm(_LIT_WIDTH)
+
+
+def _lit_linear(width: int, to: int, *, has_bias: bool, is_second: bool) -> nn.Module:
+    linear = nn.Linear(width, to, bias=has_bias)
+    return _ScaledLinear(linear) if is_second else linear
+
+
+class _RmsNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_LIT_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = x.float()
+        scale = torch.rsqrt((numbers * numbers).mean(-1, keepdim=True) + 1e-5)
+        return (self.weight * (numbers * scale)).type_as(x)
+
+
+class _ScaledLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.shift = nn.Parameter(torch.zeros(linear.out_features))
+        self.scale = nn.Parameter(torch.ones(linear.out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * (self.linear(x) + self.shift)
