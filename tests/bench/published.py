@@ -3,67 +3,105 @@
 python -m tests.bench.published            predict and write tests/bench/results/published/predicted.json
 python -m tests.bench.published --show     show what was predicted last
 
-Two tables:
+What differs between a row and today's libraries is said by its table (`Table.about`). Where that can be put back, the row is
+predicted twice: as the installed libraries would train, and as theirs did.
 
-1. BERT-large on a V100 16GB, https://huggingface.co/docs/transformers/v4.18.0/en/performance: batches of 4 × 512
-   tokens. Memory is what NVML saw of the whole GPU after training: the most the allocator reserved, and 1341 MiB
-   that the article states for a process with one tensor (1343, of which 2 are that tensor's segment).
-   Different in January 2022 (torch 1.10, transformers 4.15), and put back in "theirs": gradients were zeroed, not
-   dropped (torch < 2.0); softmax saved its input besides its result (torch < 1.11, see `softmax_backward_data` in
-   transformers' pytorch_utils.py of then); an attention mask in fp32 was always added to the scores.
-   Not put back: the AdamW of that Trainer, which had one temporary of the largest parameter's size, 119 MiB, where
-   torch's has two.
-2. Llama 3.2 3B on an A100 80GB, https://github.com/meta-pytorch/torchtune "Optimization flags": batches of
-   2 × 4096 tokens in bf16. Memory is the peak of active bytes, which is compared with allocated bytes. Only rows
-   whose plan memlab has; all but the first were compiled, which memlab does not predict: it is no like for like.
-   The model is transformers' one. Different in torchtune, and put back in "theirs": keys and values are repeated for
-   every head before attention.
+Not here, though published:
 
-Each table is thus predicted twice: as the installed libraries would train, and as theirs did.
+- torchtitan's Llama 3.1 8B on 8 and 128 GPUs: its ranks gather weights in bf16 and keep the result of every second product, where
+  memlab's ranks gather in fp32 and keep all products or none.
+- LitGPT's rows with LoRA, and with weights quantised.
+- BERT and ESM of https://github.com/huggingface/peft/issues/1469: rows and tokens of its batches were not to be read.
+- Rows with `torch.compile`, but for three of torchtune's, and with FSDP1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from accelerate import init_empty_weights
-from torch import nn
-from transformers import AttentionInterface, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from memlab import Workload
-from memlab.plan import Plan
 from memlab.predicting import predict_all
 from memlab.units import GIB, MIB
 from tests.bench.__main__ import versions
+from tests.bench.published_models import (
+    EAGER_OF_2022,
+    LLAMA_7B,
+    STABLELM_3B,
+    TORCHTUNE,
+    AdamOf2023,
+    bert_large,
+    gpt_from_scratch,
+    lit_adapter,
+    llama_3b,
+    vit_large,
+)
 
-RESULTS = Path(__file__).parent / "results" / "published"
-BERT_GPU, LLAMA_GPU = "V100 16GB", "A100 80GB"
-BERT_BASELINE_BYTES = (1343 - 2) * MIB
-BERT_ROWS, BERT_TOKENS = 4, 512
-LLAMA_ROWS, LLAMA_TOKENS = 2, 4096
-_EAGER_OF_2022, _TORCHTUNE = "eager_of_2022", "torchtune"
+PATH = Path(__file__).parent / "results" / "published" / "predicted.json"
+GB = 10**9
 
 
 @dataclass(frozen=True)
-class Published:
-    """One row of a published table.
+class Case:
+    """What is predicted: a workload under a plan."""
+
+    make: Callable[[], Workload]
+    plan: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of a published table, and how it is predicted.
 
     Args:
-        plan: flags that say the same.
-        memory_bytes: as published.
-        speed: samples or tokens per second, as published; None where the row was compiled.
+        name: the row.
+        published: memory, in the table's unit.
+        case: what is predicted.
+        theirs: the same with what their libraries did differently put back; None where nothing is.
+        speed: samples or tokens per second, as published; None where there is none, or it is of something else.
     """
 
-    plan: str
-    memory_bytes: int
-    speed: float | None
+    name: str
+    published: float
+    case: Case
+    theirs: Case | None = None
+    speed: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """One published table.
+
+    Args:
+        title: model and GPU.
+        source: its address.
+        gpu: name in the catalogue.
+        unit: bytes in a unit of it.
+        unit_name: name of that unit there.
+        lines: its rows.
+        about: what it counts, what differs from today's libraries, and why rows are off.
+        counts_reserved: whether it counts what the allocator reserves; otherwise what tensors take.
+        process_bytes: what it counts besides.
+        counts_tokens: whether speeds are of tokens.
+    """
+
+    title: str
+    source: str
+    gpu: str
+    unit: int
+    unit_name: str
+    lines: tuple[Line, ...]
+    about: str
+    counts_reserved: bool = True
+    process_bytes: int = 0
+    counts_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,238 +109,257 @@ class Row:
     """A published row beside its prediction.
 
     Args:
-        published: the row.
-        allocated_bytes: predicted peak.
-        reserved_bytes: predicted peak.
-        process_bytes: predicted, with what the article states for a process; None where it counts tensors.
-        speed: predicted, in the unit of the published one.
-        theirs_bytes: the compared bytes, predicted with what their libraries did differently put back.
+        name: the row.
+        published_bytes: memory.
+        allocated_bytes: predicted peak of tensors.
+        reserved_bytes: predicted peak of the allocator.
+        predicted_bytes: what measures the same as the published number.
+        theirs_bytes: the same, with their libraries.
+        published_speed: samples or tokens per second.
+        predicted_speed: likewise.
     """
 
-    published: Published
+    name: str
+    published_bytes: int
     allocated_bytes: int
     reserved_bytes: int
-    process_bytes: int | None
-    theirs_bytes: int
-    speed: float
+    predicted_bytes: int
+    theirs_bytes: int | None
+    published_speed: float | None
+    predicted_speed: float | None
 
     @property
-    def compared_bytes(self) -> int:
-        """What measures the same as the published number."""
-        return self.allocated_bytes if self.process_bytes is None else self.process_bytes
+    def error(self) -> float:
+        """How far the prediction is off, as a share of the published number; negative when too low."""
+        return self.predicted_bytes / self.published_bytes - 1
 
     @property
-    def ratio(self) -> float:
-        """Predicted by published memory."""
-        return self.compared_bytes / self.published.memory_bytes
-
-    @property
-    def ratio_of_theirs(self) -> float:
+    def error_of_theirs(self) -> float | None:
         """The same with their libraries."""
-        return self.theirs_bytes / self.published.memory_bytes
+        return None if self.theirs_bytes is None else self.theirs_bytes / self.published_bytes - 1
 
     @property
     def speed_ratio(self) -> float | None:
         """Predicted by published speed."""
-        return self.speed / self.published.speed if self.published.speed else None
+        return self.predicted_speed / self.published_speed if self.predicted_speed and self.published_speed else None
 
 
-def _bert_row(plan: str, mib: int, samples_per_second: float) -> Published:
-    return Published(plan, mib * MIB, samples_per_second)
+# Gradients that outlive the step are there in the forward pass, as in the second half of a batch twice as large.
+_TWICE = "--accumulate 2"
+
+_BERT_2022 = partial(bert_large, attention=EAGER_OF_2022)
+_BERT_2022_TWICE = partial(bert_large, attention=EAGER_OF_2022, rows=8)
 
 
-def _llama_row(plan: str, gib: float, tokens_per_second: float | None) -> Published:
-    return Published(plan, round(gib * GIB), tokens_per_second)
+def _bert(plan: str, mib: float, samples_per_second: float) -> Line:
+    # of the same width: memlab refuses --fp16 where a function of one's own would be given scaled gradients, as that softmax is
+    as_then = plan.replace("--fp16", "--bf16")
+    # from their second micro-batch on, gradients are there
+    theirs = Case(_BERT_2022, as_then) if "--accumulate" in plan else Case(_BERT_2022_TWICE, f"{_TWICE} {as_then}")
+    return Line(plan or "as written", mib, Case(bert_large, plan), theirs, samples_per_second)
 
 
 _ALL = "--accumulate 4 --checkpoint --fp16"
-BERT = (
-    _bert_row("", 14949, 8.86),
-    _bert_row("--accumulate 4", 8681, 7.75),
-    _bert_row("--accumulate 4 --checkpoint", 6775, 5.99),
-    _bert_row("--fp16", 13939, 18.64),
-    _bert_row(_ALL, 7275, 10.09),
-    _bert_row("--optim adafactor", 12295, 7.96),
-    _bert_row(f"{_ALL} --optim adafactor", 4847, 9.06),
-    _bert_row("--adam8bit", 13085, 9.15),
-    _bert_row(f"{_ALL} --adam8bit", 5363, 10.35),
-)
-LLAMA = (
-    _llama_row("", 60.0, 7075),
-    _llama_row("--chunk-loss", 42.9, None),
-    _llama_row("--checkpoint --chunk-loss", 24.9, None),
-)
+BERT = Table(
+    "BERT-large, 4 × 512 tokens, V100 16GB", "https://huggingface.co/docs/transformers/v4.18.0/en/performance",
+    "V100 16GB", MIB, "MiB",
+    (
+        _bert("", 14949, 8.86),
+        _bert("--accumulate 4", 8681, 7.75),
+        _bert("--accumulate 4 --checkpoint", 6775, 5.99),
+        _bert("--fp16", 13939, 18.64),
+        _bert(_ALL, 7275, 10.09),
+        _bert("--optim adafactor", 12295, 7.96),
+        _bert(f"{_ALL} --optim adafactor", 4847, 9.06),
+        _bert("--adam8bit", 13085, 9.15),
+        _bert(f"{_ALL} --adam8bit", 5363, 10.35),
+    ),
+    "What NVML saw of the whole GPU after training: the most the allocator reserved, and 1341 MiB that the article states for a "
+    "process with one tensor (1343, of which 2 are that tensor's segment). Put back (January 2022, torch 1.10, transformers "
+    "4.15): gradients were zeroed, not dropped; softmax saved its input besides its result; a mask in fp32 was added to the "
+    "scores. Not put back: that AdamW had one temporary of the largest parameter's size, 119 MiB, where torch's has two.",
+    process_bytes=(1343 - 2) * MIB, counts_tokens=False,
+)  # fmt: skip
 
 
-def bert_large(rows: int = BERT_ROWS, attention: str = "eager") -> Workload:
-    """BERT-large as the article trains it. It was run without fused kernels: attention and AdamW go op by op."""
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    with init_empty_weights(include_buffers=False):
-        model = BertForSequenceClassification(BertConfig(**sizes, num_labels=2, attn_implementation=attention))
-    model.train()
-    # labels of the article are all zero
-    batch = {"input_ids": torch.randint(100, 30000, (rows, BERT_TOKENS)), "labels": torch.zeros(rows, dtype=torch.long)}
-    return Workload(
-        model, torch.optim.AdamW(model.parameters(), weight_decay=0.0, foreach=False), batch=batch, name="BERT-large"
-    )
+def _llama(name: str, gib: float, plan: str, tokens_per_second: float | None = None) -> Line:
+    return Line(name, gib, Case(llama_3b, plan), Case(_LLAMA_TORCHTUNE, plan), tokens_per_second)
 
 
-def llama_3b(attention: str = "sdpa") -> Workload:
-    """The shape of Llama 3.2 3B in bf16. Its optimizer is a fused one: 24.9 GiB leave no room for another."""
-    sizes = {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8}
-    config = LlamaConfig(
-        **sizes, intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=131072,
-        use_cache=False, attn_implementation=attention,
-    )  # fmt: skip
-    with init_empty_weights(include_buffers=False):
-        model = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).train()
-    model.tie_weights()  # which empty weights are no longer
-    ids = torch.randint(0, config.vocab_size, (LLAMA_ROWS, LLAMA_TOKENS))  # [b, s]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    return Workload(model, optimizer, batch={"input_ids": ids, "labels": ids.clone()}, name="Llama 3.2 3B")
+_LLAMA_TORCHTUNE = partial(llama_3b, attention=TORCHTUNE)
+LLAMA = Table(
+    "Llama 3.2 3B in bf16, 2 × 4096 tokens, A100 80GB", "https://github.com/meta-pytorch/torchtune", "A100 80GB", GIB, "GiB",
+    (
+        _llama("as written", 60.0, "", 7075),
+        _llama("--chunk-loss (theirs compiled)", 42.9, "--chunk-loss"),
+        _llama("--checkpoint --chunk-loss (theirs compiled)", 24.9, "--checkpoint --chunk-loss"),
+    ),
+    "Peak of active bytes. Put back: keys and values are repeated for every head before attention. Rows that were compiled, which "
+    "memlab does not predict, are no like for like.",
+    counts_reserved=False,
+)  # fmt: skip
+
+_BF16 = torch.bfloat16
+GPT = Table(
+    "GPT of 163M parameters, 8 × 1024 tokens, A100 40GB",
+    "https://github.com/rasbt/LLMs-from-scratch/tree/main/ch05/10_llm-training-speed", "A100 40GB", GIB, "GB",
+    (
+        Line("written operator by operator", 26.2617, Case(partial(gpt_from_scratch, has_mask=True, is_fused=False)), speed=12525),
+        Line("mask made in each call", 26.2422, Case(partial(gpt_from_scratch, is_fused=False)), speed=12526),
+        Line("tf32", 26.2422, Case(partial(gpt_from_scratch, is_fused=False), "--precision tf32"), speed=27648),
+        Line("fused AdamW", 26.2422, Case(gpt_from_scratch, "--precision tf32"), speed=28399),
+        Line("weights in bf16", 13.7871, Case(partial(gpt_from_scratch, dtype=_BF16)), speed=45486),
+        Line(
+            "torch's LayerNorm and GELU", 11.5645, Case(partial(gpt_from_scratch, dtype=_BF16, has_layers=True)), speed=55256
+        ),
+        Line(
+            "torch's attention", 5.9004, Case(partial(gpt_from_scratch, dtype=_BF16, has_layers=True, has_kernel=True)),
+            speed=91901,
+        ),
+    ),
+    "What the allocator had reserved after the first epoch (torch 2.6); each row keeps what those above it changed. Which A100 it "
+    "was is not said; no number of memory depends on it. The rows after these were compiled.",
+)  # fmt: skip
 
 
-def predicted_bert(published: Sequence[Published] = BERT) -> list[Row]:
-    """The rows of the BERT-large table."""
-    plans = [row.plan for row in published]
-    found = predict_all(bert_large(), BERT_GPU, plans=plans, progress=_silent)
-    theirs_bytes = _reserved_of_2022(plans)
+def _vit(name: str, gb: float, plan: str = "", *, micro_batches: int = 1, **settings: Any) -> Line:
+    flags = plan if micro_batches > 1 else f"{_TWICE} {plan}"
+    if micro_batches == 1:
+        settings["rows"] *= 2
+    theirs = {"optimizer": AdamOf2023, **settings, "is_of_2023": True}
+    return Line(name, gb, Case(partial(vit_large, **settings), flags), Case(partial(vit_large, **theirs), flags))
+
+
+VIT = Table(
+    "ViT-L/16, images of 224 × 224, A100 40GB", "https://github.com/rasbt/pytorch-memory-optim/blob/main/logs.md",
+    "A100 40GB", GB, "GB",
+    (
+        _vit("fp32, 64 images", 26.79, rows=64),
+        _vit("the same with Fabric", 26.84, rows=64),
+        _vit("16-mixed", 18.21, "--fp16", rows=64),
+        _vit("bf16-true", 13.82, rows=64, dtype=_BF16),
+        _vit("bf16-true, 16 images", 5.69, rows=16, dtype=_BF16),
+        _vit("bf16-true, 16 images in 4 micro-batches", 3.91, "--accumulate 4", micro_batches=4, rows=16, dtype=_BF16),
+        _vit(
+            "the same with SGD", 2.02, "--accumulate 4", micro_batches=4, rows=16, dtype=_BF16, optimizer=torch.optim.SGD
+        ),
+    ),
+    "The most the allocator reserved, in 10⁹ bytes. The loop drops its gradients after the forward pass, so they are in its peak. "
+    "Put back (torch 2.1 of 23 June 2023): the flash kernel of then laid its result out batch first, of which "
+    "`nn.MultiheadAttention` takes a copy that stays for the backward pass (0.6 GB for 64 images); Adam had a second temporary of "
+    "the parameters' size, 0.6 GB, which is the peak where micro-batches are small. The GPU is not named; only the kernel of "
+    "attention depends on it. Its README says 32 images, the script and the 703 batches of its log say 64.",
+)  # fmt: skip
+
+LITGPT = Table(
+    "LitGPT with LLaMA-Adapter, bf16, one text, A100 40GB",
+    "https://github.com/Lightning-AI/litgpt/blob/main/tutorials/resource-tables.md", "A100 40GB", GB, "GB",
+    (
+        Line("StableLM 3B, adapter", 9.10, Case(partial(lit_adapter, STABLELM_3B, tokens=1034))),
+        Line("Llama 2 7B, adapter", 19.98, Case(partial(lit_adapter, LLAMA_7B, tokens=1304))),
+        Line("StableLM 3B, adapter v2", 10.71, Case(partial(lit_adapter, STABLELM_3B, tokens=1034, is_second=True))),
+        Line("Llama 2 7B, adapter v2", 25.51, Case(partial(lit_adapter, LLAMA_7B, tokens=1304, is_second=True))),
+    ),
+    "Most bytes allocated, in 10⁹, of the longest text (1034 and 1304 tokens), with which its scripts begin; commit 8641822, torch "
+    "2.1. Their loop also holds the logits through the backward pass, at most 0.05 GB more.",
+    counts_reserved=False,
+)  # fmt: skip
+
+TABLES = (BERT, LLAMA, GPT, VIT, LITGPT)
+
+
+def predicted(table: Table, lines: Sequence[Line] | None = None) -> list[Row]:
+    """The rows of a table, or some of them, beside their predictions."""
+    lines = table.lines if lines is None else lines
+    cases = [case for line in lines for case in (line.case, line.theirs) if case is not None]
+    found = {}
+    for make in dict.fromkeys(case.make for case in cases):
+        of_it = [case for case in cases if case.make is make]
+        predictions = predict_all(make(), table.gpu, plans=[case.plan for case in of_it], progress=_silent)
+        for case, prediction in zip(of_it, predictions, strict=True):
+            if prediction.refused:
+                raise RuntimeError(f"{table.title}: {case.plan} is refused: {prediction.refused}")
+            found[case] = prediction
+
+    def compared(case: Case) -> int:
+        each = found[case]
+        return (each.needed_bytes if table.counts_reserved else each.peak_allocated_bytes) + table.process_bytes
+
     return [
         Row(
-            row,
-            each.peak_allocated_bytes,
-            each.needed_bytes,
-            each.needed_bytes + BERT_BASELINE_BYTES,
-            reserved_bytes + BERT_BASELINE_BYTES,
-            each.samples_per_second,
+            line.name,
+            round(line.published * table.unit),
+            found[line.case].peak_allocated_bytes,
+            found[line.case].needed_bytes,
+            compared(line.case),
+            line.theirs and compared(line.theirs),
+            line.speed,
+            line.speed and _speed(found[line.case], table),
         )
-        for row, each, reserved_bytes in zip(published, found, theirs_bytes, strict=True)
+        for line in lines
     ]
 
 
-def predicted_llama(published: Sequence[Published] = LLAMA) -> list[Row]:
-    """The rows of the Llama table."""
-    AttentionInterface.register(_TORCHTUNE, attention_of_torchtune)
-    plans = [row.plan for row in published]
-    found = predict_all(llama_3b(), LLAMA_GPU, plans=plans, progress=_silent)
-    theirs = predict_all(llama_3b(_TORCHTUNE), LLAMA_GPU, plans=plans, progress=_silent)
-    return [
-        Row(row, each.peak_allocated_bytes, each.needed_bytes, None, other.peak_allocated_bytes, each.tokens_per_second)
-        for row, each, other in zip(published, found, theirs, strict=True)
-    ]
-
-
-def _reserved_of_2022(plans: Sequence[str]) -> list[int]:
-    """Reserved bytes where gradients outlive the step: as in the second half of a batch twice as large.
-
-    Split batches are predicted as they are: from their second micro-batch on, gradients are there.
-    """
-    AttentionInterface.register(_EAGER_OF_2022, eager_of_2022)
-    parsed = [Plan.parse(plan) for plan in plans]
-    found: dict[Plan, int] = {}
-    for halves, rows in ((2, 2 * BERT_ROWS), (None, BERT_ROWS)):
-        asked = [plan for plan in parsed if (plan.accumulation == 1) is (halves is not None)]
-        flags = [f"--accumulate {halves} {_flags(plan)}" if halves else _flags(plan) for plan in asked]
-        predictions = predict_all(bert_large(rows, _EAGER_OF_2022), BERT_GPU, plans=flags, progress=_silent)
-        found |= {plan: each.needed_bytes for plan, each in zip(asked, predictions, strict=True)}
-    return [found[plan] for plan in parsed]
-
-
-def _flags(plan: Plan) -> str:
-    return "" if plan == Plan() else plan.label
-
-
-def eager_of_2022(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as transformers 4.15 and torch 1.10 computed it."""
-    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5  # [b, h, s, s]
-    mask = torch.zeros(query.shape[0], 1, 1, key.shape[2]) if attention_mask is None else attention_mask
-    weights = _SoftmaxThatSavesItsInput.apply(scores + mask)
-    weights = F.dropout(weights, dropout, module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-def attention_of_torchtune(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention with keys and values repeated for every head."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))  # [b, h, s, d]
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return attended.transpose(1, 2).contiguous(), None
-
-
-class _SoftmaxThatSavesItsInput(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, scores: torch.Tensor) -> torch.Tensor:
-        weights = F.softmax(scores.float(), -1)  # autocast runs softmax in fp32
-        context.save_for_backward(scores, weights)
-        return weights
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        scores, weights = context.saved_tensors
-        return torch._softmax_backward_data(gradient, weights, -1, scores.dtype)
+def _speed(prediction: Any, table: Table) -> float:
+    return prediction.tokens_per_second if table.counts_tokens else prediction.samples_per_second
 
 
 def _silent(_: str) -> None:
     """Says nothing of progress."""
 
 
-def predict_tables() -> dict[str, Any]:
-    """Both tables, as they are written down."""
-    tables = {"BERT-large · V100 16GB": predicted_bert(), "Llama 3.2 3B · A100 80GB": predicted_llama()}
-    return {"versions": versions(), "tables": {name: [asdict(row) for row in rows] for name, rows in tables.items()}}
+def page(results: dict[str, Any]) -> str:
+    """All tables in Markdown."""
+    return "\n\n".join(_table(table, rows_of(results, table)) for table in TABLES)
 
 
-def show(results: dict[str, Any]) -> None:
-    """Print tables."""
-    for name, rows in results["tables"].items():
-        print(f"\n{name} · torch {results['versions']['torch']}, transformers {results['versions']['transformers']}")
-        print(
-            f"{'':<54}{'published':>10}{'allocated':>10}{'reserved':>10}{'process':>10}{'ratio':>7}{'theirs':>10}{'ratio':>7}"
-            f"{'published':>11}{'predicted':>10}{'ratio':>7}"
-        )
-        for row in (Row(**{**each, "published": Published(**each["published"])}) for each in rows):
-            print(_line(row))
-    print("\nMemory in MiB, speed in samples (BERT-large) or tokens (Llama) per second.")
+def rows_of(results: dict[str, Any], table: Table) -> list[Row]:
+    """What was predicted of a table."""
+    return [Row(**each) for each in results["tables"][table.title]]
 
 
-def _line(row: Row) -> str:
-    sizes = (row.published.memory_bytes, row.allocated_bytes, row.reserved_bytes, row.process_bytes)
-    memory = "".join(f"{_number(size and size / MIB, 0):>10}" for size in sizes)
-    theirs = f"{_number(row.theirs_bytes / MIB, 0):>10}{_number(row.ratio_of_theirs, 2):>7}"
-    speed = f"{_number(row.published.speed, 2):>11}{_number(row.speed, 2):>10}{_number(row.speed_ratio, 2):>7}"
-    return f"{row.published.plan or 'as written':<54}{memory}{_number(row.ratio, 2):>7}{theirs}{speed}"
+def _table(table: Table, rows: Sequence[Row]) -> str:
+    digits = 0 if table.unit == MIB else 2
+    head = ["", f"published, {table.unit_name}", "predicted", "error", "with their libraries", "error", "speed"]
+    cells = [
+        [
+            each.name,
+            *(_number(size / table.unit, digits) for size in (each.published_bytes, each.predicted_bytes)),
+            _percent(each.error),
+            _number(each.theirs_bytes and each.theirs_bytes / table.unit, digits),
+            _percent(each.error_of_theirs),
+            _number(each.speed_ratio, 2, " ×"),
+        ]
+        for each in rows
+    ]
+    shown = [number for number in range(len(head)) if number < 4 or any(row[number] for row in cells)]
+    lines = [[row[number] for number in shown] for row in (head, *cells)]
+    lines.insert(1, ["---"] * len(shown))
+    return (
+        f"[{table.title}]({table.source})\n\n"
+        + "\n".join(f"| {' | '.join(row)} |" for row in lines)
+        + f"\n\n{table.about}"
+    )
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:+.1f} %".replace("-", "−")
 
 
 def main() -> None:
     """Parse the command line, then predict or show."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.published", description=__doc__)
     parser.add_argument("--show", action="store_true", help="show the results in the repository, predict nothing")
-    path = RESULTS / "predicted.json"
     if not parser.parse_args().show:
         torch.manual_seed(0)
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(predict_tables(), indent=1, ensure_ascii=False) + "\n")
-    show(json.loads(path.read_text()))
+        tables = {table.title: [asdict(row) for row in predicted(table)] for table in TABLES}
+        PATH.parent.mkdir(parents=True, exist_ok=True)
+        PATH.write_text(json.dumps({"versions": versions(), "tables": tables}, indent=1, ensure_ascii=False) + "\n")
+    print(page(json.loads(PATH.read_text())))
 
 
 if __name__ == "__main__":

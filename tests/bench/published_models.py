@@ -1,18 +1,124 @@
-"""Models of published tables that no library here has, as far as their memory goes: same sizes, same operators, nothing else."""
+"""Workloads of published tables, and what the libraries of their time did differently.
+
+Where transformers has the model, it is transformers' one. Otherwise it is written here as far as its memory goes: the same sizes
+and operators, and nothing else. None has weights.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import init_empty_weights
 from torch import nn
+from torch.optim import Optimizer
+from transformers import AttentionInterface, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from memlab import Workload
+
+EAGER_OF_2022, TORCHTUNE = "eager_of_2022", "torchtune"  # kinds of attention
 
 _GPT_WIDTH, _GPT_HEADS, _GPT_LAYERS = 768, 12, 12
 _VIT_WIDTH, _VIT_HEADS, _VIT_LAYERS, _VIT_PATCH = 1024, 16, 24, 16
 _LIT_WIDTH, _LIT_HEADS, _LIT_TOKENS = 4096, 32, 128  # tokens in one call of the output layer
+
+
+@dataclass(frozen=True)
+class LitSizes:
+    """Sizes of a model of LitGPT.
+
+    Args:
+        words: size of the vocabulary, rounded up.
+        layers: number of blocks.
+        inner: width of the feed-forward part.
+        is_llama: as Llama: RMSNorm, gated SiLU, no biases, every number of a head rotated; otherwise as GPT-NeoX: LayerNorm,
+            GELU, biases, a quarter rotated, attention and feed-forward part beside each other.
+    """
+
+    words: int
+    layers: int
+    inner: int
+    is_llama: bool
+
+
+STABLELM_3B = LitSizes(50688, 16, 16384, is_llama=False)
+LLAMA_7B = LitSizes(32000, 32, 11008, is_llama=True)
+
+
+def bert_large(*, rows: int = 4, attention: str = "eager") -> Workload:
+    """BERT-large on 512 tokens. It was run without fused kernels: attention and AdamW go op by op."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    model = _empty(
+        lambda: BertForSequenceClassification(BertConfig(**sizes, num_labels=2, attn_implementation=attention))
+    )
+    # labels of the article are all zero
+    batch = {"input_ids": torch.randint(100, 30000, (rows, 512)), "labels": torch.zeros(rows, dtype=torch.long)}
+    return Workload(
+        model, torch.optim.AdamW(model.parameters(), weight_decay=0.0, foreach=False), batch=batch, name="BERT-large"
+    )
+
+
+def llama_3b(*, attention: str = "sdpa") -> Workload:
+    """The shape of Llama 3.2 3B in bf16. Its optimizer is a fused one: 24.9 GiB leave no room for another."""
+    sizes = {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8}
+    config = LlamaConfig(
+        **sizes, intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True, max_position_embeddings=131072,
+        use_cache=False, attn_implementation=attention,
+    )  # fmt: skip
+    model = _empty(lambda: LlamaForCausalLM(config), torch.bfloat16)
+    model.tie_weights()  # which empty weights are no longer
+    ids = torch.randint(0, config.vocab_size, (2, 4096))  # [b, s]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return Workload(model, optimizer, batch={"input_ids": ids, "labels": ids.clone()}, name="Llama 3.2 3B")
+
+
+def gpt_from_scratch(*, dtype: torch.dtype = torch.float32, is_fused: bool = True, **kinds: bool) -> Workload:
+    """The GPT of rasbt's book on 8 × 1024 tokens; `kinds` as of `GptFromScratch`."""
+    tokens = 1024
+    model = _empty(lambda: GptFromScratch(tokens, **kinds), dtype)
+    ids = torch.randint(0, 50257, (8, tokens))  # [b, s]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused, foreach=not is_fused)
+    return Workload(model, optimizer, batch=(ids, ids.clone()), loss_fn=_loss_of_tokens, name="GPT from scratch")
+
+
+def vit_large(
+    *,
+    rows: int,
+    dtype: torch.dtype = torch.float32,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = torch.optim.Adam,
+    is_of_2023: bool = False,
+) -> Workload:
+    """Torchvision's ViT-L/16 on images."""
+    model = _empty(lambda: VitLarge(is_of_2023=is_of_2023), dtype)
+    batch = (torch.zeros(rows, 3, 224, 224, dtype=dtype), torch.zeros(rows, dtype=torch.long))
+    return Workload(model, optimizer(model.parameters()), batch=batch, loss_fn=_loss_of_images, name="ViT-L/16")
+
+
+def lit_adapter(sizes: LitSizes, *, tokens: int, is_second: bool = False) -> Workload:
+    """A model of LitGPT with LLaMA-Adapter, in bf16, on one text."""
+    model = _empty(lambda: LitAdapter(sizes, is_second=is_second), torch.bfloat16)
+    ids = torch.randint(0, sizes.words, (1, tokens))  # [b, s]
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    return Workload(model, optimizer, batch=(ids, ids.clone()), loss_fn=LitAdapter.loss, name="LitGPT with adapter")
+
+
+def _empty(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Any:
+    with init_empty_weights(include_buffers=False):
+        model = make()
+    return model.to(dtype).train()
+
+
+def _loss_of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _loss_of_images(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets)  # Fabric returns results in fp32
 
 
 class GptFromScratch(nn.Module):
@@ -163,24 +269,6 @@ class _VitAttention(nn.Module):
         return self.out(tokens).view(x.shape[1], x.shape[0], -1).transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class LitSizes:
-    """Sizes of a model of LitGPT.
-
-    Args:
-        words: size of the vocabulary, rounded up.
-        layers: number of blocks.
-        inner: width of the feed-forward part.
-        is_llama: as Llama: RMSNorm, gated SiLU, no biases, every number of a head rotated; otherwise as GPT-NeoX: LayerNorm,
-            GELU, biases, a quarter rotated, attention and feed-forward part beside each other.
-    """
-
-    words: int
-    layers: int
-    inner: int
-    is_llama: bool
-
-
 class LitAdapter(nn.Module):
     """A frozen model of LitGPT in which LLaMA-Adapter trains prompts and gates, from the third block on.
 
@@ -213,7 +301,9 @@ class LitAdapter(nn.Module):
     @staticmethod
     def loss(logits: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         parts = zip(logits, targets.split(_LIT_TOKENS, 1), strict=True)
-        return torch.cat([F.cross_entropy(one.flatten(0, 1), other.flatten(), reduction="none") for one, other in parts]).mean()
+        return torch.cat(
+            [F.cross_entropy(one.flatten(0, 1), other.flatten(), reduction="none") for one, other in parts]
+        ).mean()
 
 
 class _LitBlock(nn.Module):
@@ -292,3 +382,70 @@ class _ScaledLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scale * (self.linear(x) + self.shift)
+
+
+def eager_of_2022(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as transformers 4.15 and torch 1.10 computed it."""
+    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5  # [b, h, s, s]
+    mask = torch.zeros(query.shape[0], 1, 1, key.shape[2]) if attention_mask is None else attention_mask
+    weights = _SoftmaxThatSavesItsInput.apply(scores + mask)
+    weights = F.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def attention_of_torchtune(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention with keys and values repeated for every head."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))  # [b, h, s, d]
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+class _SoftmaxThatSavesItsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, scores: torch.Tensor) -> torch.Tensor:
+        weights = F.softmax(scores.float(), -1)  # autocast runs softmax in fp32
+        context.save_for_backward(scores, weights)
+        return weights
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        scores, weights = context.saved_tensors
+        return torch._softmax_backward_data(gradient, weights, -1, scores.dtype)
+
+
+class AdamOf2023(torch.optim.Adam):
+    """Adam with two temporaries of the parameters' size, as before torch 2.1, where torch's has one; without bias corrections."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        for each in parameters:
+            if not self.state[each]:
+                self.state[each] = {name: torch.zeros_like(each) for name in ("exp_avg", "exp_avg_sq")}
+        gradients = [each.grad for each in parameters]
+        means, squares = ([self.state[each][name] for each in parameters] for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(means, gradients, 0.1)
+        torch._foreach_mul_(squares, 0.999)
+        torch._foreach_addcmul_(squares, gradients, gradients, 0.001)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_addcdiv_(parameters, means, torch._foreach_add(roots, 1e-8), -1e-3)
+
+
+AttentionInterface.register(EAGER_OF_2022, eager_of_2022)
+AttentionInterface.register(TORCHTUNE, attention_of_torchtune)

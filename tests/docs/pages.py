@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.bench import published
 from tests.bench.readme import MEASURED, README, with_section
 from tests.docs import api, cheat_sheet, flags, front, notebook_table
 from tests.docs import guide as guides
@@ -25,13 +26,14 @@ def written() -> dict[Path, str]:
     readme = with_section(_text(README), "published", front.published(_text(ROOT / "pyproject.toml")))
     readme = with_section(readme, "techniques", front.techniques())
     first_plot = front.first_plot(json.loads(_text(RESULTS / "first_plot.json")))
+    measured = with_section(_text(MEASURED), "first plot", first_plot)
     return {
         DOCS / "flags.md": flags.page(),
         DOCS / "api.md": api.page(),
         DOCS / "cheatsheet.md": cheat_sheet.page(),
         GUIDE: guide,
         README: readme,
-        MEASURED: with_section(_text(MEASURED), "first plot", first_plot),
+        MEASURED: with_section(measured, "published", published.page(json.loads(_text(published.PATH)))),
     }
 
 
