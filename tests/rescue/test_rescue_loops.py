@@ -101,7 +101,8 @@ def test_handwritten_loops(loop: str, name: str) -> None:
             _ALL_LOOPS[loop], CASES[name], rescued=True, at=(first, 3 * first + 1, 4 * first + 2)
         )
         assert len(faults.failed) == 3
-        assert sum(rescue.attempts for rescue in rescues) >= 2  # one may have hit the change to another plan
+        # one may have hit the change to another plan, another the look before a split, which goes on with fewer rows
+        assert sum(rescue.attempts for rescue in rescues) >= 1
         if loop == "scaled":
             assert deviation(found[1::3], expected[1::3]) <= 5e-3  # under fp16 micro-batches round elsewhere
         else:
