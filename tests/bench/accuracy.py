@@ -246,8 +246,8 @@ def workload_of(make: Callable[[bool], tuple[nn.Module, dict[str, Any]]], device
     return workload
 
 
-def examine(workload: Workload, say: Callable[[str], None]) -> list[Pair]:
-    """Predict all plans, then measure those that apply; one that runs out of memory is left out, and said."""
+def examine(workload: Workload, say: Callable[[str], None], turns: int = TURNS) -> list[Pair]:
+    """Predict all plans, then measure those that apply; one that runs out of memory is left out, and said. Without turns no times."""
     predictions = predict_all(workload, plans=PLANS, progress=lambda line: None)
     peaks = []
     for number, (flags, predicted) in enumerate(zip(PLANS, predictions, strict=True), 1):
@@ -260,7 +260,7 @@ def examine(workload: Workload, say: Callable[[str], None]) -> list[Pair]:
             continue
         peaks.append((predicted, measured))
     say(f"{workload.name}: times")
-    seconds = seconds_in_turns(workload, [predicted.plan for predicted, _ in peaks])
+    seconds = seconds_in_turns(workload, [predicted.plan for predicted, _ in peaks], turns)
     return [
         Pair(
             model=workload.name,
@@ -276,12 +276,12 @@ def examine(workload: Workload, say: Callable[[str], None]) -> list[Pair]:
     ]
 
 
-def seconds_in_turns(workload: Workload, plans: Sequence[str]) -> dict[str, tuple[float, float]]:
+def seconds_in_turns(workload: Workload, plans: Sequence[str], turns: int) -> dict[str, tuple[float, float]]:
     """The time of a step under each plan, measured twice: in even turns, and in odd ones."""
     on_gpu = workload.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
     shortest: dict[str, list[float]] = {plan: [math.inf, math.inf] for plan in plans}
-    for turn in range(TURNS):
+    for turn in range(turns):
         # what is slow for a while is so for plans at either end of the list
         for plan in plans if turn % 4 < 2 else plans[::-1]:
             gc.collect()
