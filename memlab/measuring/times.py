@@ -187,9 +187,8 @@ class Times:
         self.steps_ended = 0  # steps so far, also those without a record
         self.last_end: TimeMark | None = None  # when the newest step ended; None where the loop has stood still since
         self._periods: dict[Plan, Period] = {}
-        self._observed: dict[
-            Plan, Period
-        ] = {}  # of each plan, the latest that is over and of which a step was observed
+        # of each plan, the latest that is over and of which a step was observed
+        self._observed: dict[Plan, Period] = {}
         self._pending: deque[_PastStep] = deque()
         self._timed: deque[_TimedStep] = deque(maxlen=_MOST_RECORDS)
         self._lock = threading.Lock()

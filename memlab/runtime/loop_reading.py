@@ -61,20 +61,21 @@ def functions_of_loop(frame: FrameType) -> Iterator[Function]:
             waiting += (called for _, value in function.values() if (called := _read(value)) is not None)
 
 
-def made_one_graph(frame: FrameType, model: nn.Module | None = None) -> str:
+def made_one_graph(frame: FrameType, model: nn.Module, *, calls_it: bool) -> str:
     """Return the name of what the loop calls, of which torch.compile makes one graph (``fullgraph=True``); empty for none.
 
     Args:
         frame: the newest of those that run.
-        model: look only for functions that name this model, or a part of it.
+        model: the model that trains.
+        calls_it: look for functions that name the model, or a part of it; else for the others.
     """
     if "torch._dynamo.convert_frame" not in sys.modules:  # nothing was compiled
         return ""
-    parts = set() if model is None else {id(part) for part in model.modules()}
+    parts = {id(part) for part in model.modules()}
     for function in functions_of_loop(frame):
         for name, value in function.values():
             original = _original_of_one_graph(value)
-            if original is not None and (model is None or _names_one_of(original, parts)):
+            if original is not None and _names_one_of(original, parts) is calls_it:
                 return name
     return ""
 
@@ -91,8 +92,8 @@ def _original_of_one_graph(value: Any) -> Any:
     """Return what was compiled as one graph; None for all else."""
     original = getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
     context = None if original is None else getclosurevars(value).nonlocals.get("self")
-    if isinstance(value, nn.Module):
-        context, original = getattr(value, "dynamo_ctx", None), getattr(value, "_orig_mod", None)
+    if isinstance(value, nn.Module):  # an `OptimizedModule`; looked up without code of the user's
+        context, original = vars(value).get("dynamo_ctx"), value._modules.get("_orig_mod")
     return original if getattr(context, "fullgraph", False) else None
 
 

@@ -78,7 +78,8 @@ class ChunkedLoss(Technique):
         raise RefusalError(self.field, reason, "use --accumulate N, which divides the logits as well")
 
     def check_loop(self, workload: Workload, frame: FrameType) -> None:
-        if name := made_one_graph(frame):
+        # one that calls the model itself gets logits that are computed
+        if name := made_one_graph(frame, workload.model, calls_it=False):
             raise RefusalError(
                 self.field,
                 f"the loop calls {name}, of which torch.compile makes one graph (fullgraph=True), and which takes no logits that are "
@@ -243,8 +244,6 @@ class DeferredLogits(LazyTensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func := handed_over(func))
-        if torch.compiler.is_compiling() and makes_one_graph():
-            handler = None  # tiles are no part of a graph
         if handler is not None and args and isinstance(args[0], DeferredLogits) and args[0].is_deferred:
             result = handler(*args, **(kwargs or {}))
             if isinstance(result, DeferredLogits) and result is not args[0]:

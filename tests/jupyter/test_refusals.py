@@ -371,6 +371,14 @@ def test_logits_that_are_not_computed_in_a_function_of_one_graph(shell: Any, cel
     )
 
 
+def test_calls_of_the_model_in_a_function_of_one_graph_have_their_logits(shell: Any, cell: Cell) -> None:
+    shell.user_ns["of_model"] = True
+    train = "losses = []\nfor _ in range(3):\n loss = loss_by_model(inputs, target); loss.backward()\n optimizer.step(); optimizer.zero_grad(); losses.append(loss.item())"
+    assert cell(f"{_FULLGRAPH}{train}\nexpected = losses\n{_FULLGRAPH}").error is None
+    assert cell(f"%%memfit --chunk-loss --model model\n{train}").error is None
+    assert shell.user_ns["losses"] == shell.user_ns["expected"]
+
+
 def test_missing_bitsandbytes(made: Cell, unchanged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     said = refused(made, unchanged, "%%memfit --adam8bit")

@@ -332,7 +332,7 @@ class Accumulation(Technique):
         try:
             found = self._judged(call, whole, layout, parts, asked.starts) or asked.before
         except RefusalError as refusal:
-            asked.is_refused(refusal)
+            asked.note_refusal(refusal)
             raise
         except Exception as error:
             if asked.before is None or not is_out_of_memory(error):
@@ -347,7 +347,7 @@ class Accumulation(Technique):
             self._condition = self._condition_of(whole, self._surroundings())
             self._probes[self._condition] = probe
         # under the conditions that are known by now
-        self._verdicts.at(self._shape_of(whole, layout, parts), asked).is_judged(found)
+        self._verdicts.at(self._shape_of(whole, layout, parts), asked).note_verdict(found)
         return found
 
     def _surroundings(self) -> Surroundings:

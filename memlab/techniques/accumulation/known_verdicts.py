@@ -58,14 +58,14 @@ class Asked:
         """What was in the places that such calls write to, when they were judged."""
         return self._calls.starts
 
-    def is_refused(self, refusal: RefusalError) -> None:
+    def note_refusal(self, refusal: RefusalError) -> None:
         """Note that it cannot be split; where others of its shape can, this holds for its number of rows."""
         if self.before is None:
             self._calls.verdicts[self.grain] = refusal
         else:
             self._calls.by_rows[self.rows] = refusal
 
-    def is_judged(self, verdict: SplitVerdict | None) -> None:
+    def note_verdict(self, verdict: SplitVerdict | None) -> None:
         """Note a verdict."""
         self._calls.verdicts[self.grain] = verdict
         self._calls.by_rows[self.rows] = None

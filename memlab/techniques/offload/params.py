@@ -138,7 +138,7 @@ class OffloadParams(Offload):
             )
 
     def check_loop(self, workload: Workload, frame: FrameType) -> None:
-        if name := made_one_graph(frame, workload.model):
+        if name := made_one_graph(frame, workload.model, calls_it=True):
             raise RefusalError(self.field, *of_one_graph(name, workload.name))
 
     def check_optimizer(self, optimizer: Optimizer) -> None:

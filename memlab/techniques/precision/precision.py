@@ -176,7 +176,7 @@ class PrecisionChoice(Technique):
             raise RefusalError(self.field, "the CPU has no fp16 kernels for recurrent layers", "use --bf16 here")
 
     def check_loop(self, workload: Workload, frame: FrameType) -> None:
-        if self._is(Precision.PURE_BF16) and (name := made_one_graph(frame, workload.model)):
+        if self._is(Precision.PURE_BF16) and (name := made_one_graph(frame, workload.model, calls_it=True)):
             raise RefusalError(self.field, *of_one_graph(name, workload.name))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
