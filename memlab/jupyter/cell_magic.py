@@ -286,6 +286,8 @@ class CellMagic:
         refusal = shown_errors.refusal_in(error)
         if refusal is not None or isinstance(error, Cancelled):
             said = str(refusal or error)
+            if isinstance(refusal, NothingFitsError) and watch.grown:
+                said += f" What grows: {'; '.join(watch.grown)}."
             if error is not None:  # nobody debugs a refusal, or what they cancelled: what the loop held goes with it
                 release(error)
             if isinstance(error, Cancelled):

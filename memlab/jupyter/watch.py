@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,9 +28,12 @@ from memlab.jupyter.first_call import ModelSearch
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress
 from memlab.live.control import Control
+from memlab.measuring.leaks import Leaks
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
+from memlab.rescue.recovery import NothingFitsError
 from memlab.rescue.rescuer import Rescuer
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, require_compatible, session_of, train_together
 from memlab.session.nested import fit_in_place_of
@@ -62,6 +66,8 @@ class CellWatch:
         self._control_of = control_of
         self._variables = variables
         self._next_told_seconds = 0.0
+        self._leaks = Leaks()
+        self.grown: list[str] = []  # what the loop holds more of after each step, in words
         self._undo = ExitStack()
         self.controls: list[Control] = []  # of the models that are measured
         self.models = TakenModels()
@@ -192,8 +198,24 @@ class CellWatch:
                 control.steps.stepped()
             self._next_told_seconds = perf_counter() + _LEAST_SECONDS_BETWEEN
         meter = self.measuring.meter
+        if meter is not None and meter.times.steps_ended >= self._leaks.next_look:
+            with self.errors.beside("the look at what grows"):
+                device = self.models.sessions[0].workload.device
+                self._leaks.look(meter.times.steps_ended, sys._getframe(), self._variables(), device)
+                if self._leaks.is_sure:
+                    self._say_leaks()
         if self.search.is_over and meter is not None and (steps := meter.steps_to_pass()):
             self.models.sessions[0].rest(steps)
+
+    def _say_leaks(self, *, has_failed: bool = False) -> None:
+        """Add to the log what the loop holds more of after each step."""
+        meter, present = self.measuring.meter, self.models.present
+        if meter is not None and present:
+            session, _ = present[0]
+            for line in self._leaks.lines(meter.times.period.peaks[0] or 0, has_failed=has_failed):
+                if line not in self.grown:
+                    self.grown.append(line)
+                    session.log.note(line)
 
     @property
     def trained_nothing(self) -> bool:
@@ -214,6 +236,7 @@ class CellWatch:
             each.usage.note()
             if error is not None:
                 each.loop_was_left()
+        self._say_leaks(has_failed=is_out_of_memory(error) or isinstance(error, NothingFitsError))
         history = history_of(session.workload.model)
         for each, taken in self.models.present:
             batch = taken.largest.batch

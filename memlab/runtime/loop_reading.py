@@ -50,7 +50,7 @@ def functions_of_loop(frame: FrameType) -> Iterator[Function]:
     waiting: list[Function] = []
     for each, _ in walk_stack(frame):
         if not is_installed(each.f_code.co_filename):
-            variables = _variables(each)
+            variables = variables_of(each)
             waiting.append(Function(each.f_code, ChainMap(variables, each.f_globals), variables.get("self")))
     seen: set[CodeType] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
@@ -97,7 +97,7 @@ def _original_of_one_graph(value: Any) -> Any:
     return original if getattr(context, "fullgraph", False) else None
 
 
-def _variables(frame: FrameType) -> dict[str, Any]:
+def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return what is in a frame's variables, and leave no copy of them there, which would keep what the loop drops."""
     shown = frame.f_locals
     found = dict(shown)

@@ -1,0 +1,445 @@
+"""`Leaks`: what a loop holds more of after each step, by the variable that holds it and the line that adds to it.
+
+Rules:
+
+1. Variables are looked at after a few steps (`LOOKS`; twice where nothing grows), on the thread that trains: those of the
+   functions that run and of the notebook, and what modules, hooks, closures and errors hold. Tensors on the model's device are
+   counted, parameters apart.
+2. A place leaks where each look finds more than the one before, at a steady rate: tensors with a graph, a graph that reaches
+   further back, or tensors of so many bytes that it matters beside the peak. What was found before is there still.
+3. What only results (``Out``) and the error of earlier cells hold is told as well.
+4. Nothing of the user's is kept between looks: numbers, by the names that lead to a place.
+
+Known limitations: what only C code holds (a cycle of gradients made by ``create_graph=True``) has no variable, and is not found; nor is
+what grows less often than every five steps, or beyond a list that says how long it may become (``deque(maxlen=...)``).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import heapq
+import linecache
+import math
+import re
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from traceback import walk_stack, walk_tb
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab.runtime.callers import is_installed
+from memlab.runtime.containers import PLAIN, content_of
+from memlab.runtime.loop_reading import variables_of
+from memlab.runtime.reach import MODULE_HOOKS
+from memlab.runtime.tree import tensors_in
+from memlab.units import KIB, MIB, format_bytes
+
+# steps after which variables are looked at: ten between the first and the third, and a further one against what is given up in turns
+LOOKS = (3, 8, 13, 23)
+_LOOKS_TO_SAY = 3
+_LOOKS_TO_SAY_OF_A_FAILURE = 2
+_SHARE_OF_PART = 0.9  # of what a place holds more, within one part of it
+_STEADY = 3.0  # the highest rate between two looks by the lowest
+_LEAST_BYTES = 4 * KIB  # a step, of tensors without a graph
+_LEAST_SHARE = 0.002  # likewise, of the peak
+_LEAST_BYTES_FROM_BEFORE = 1 * MIB
+_LEAST_SHARE_FROM_BEFORE = 0.01  # of the peak
+_ERROR = "the error of an earlier cell"
+_MOST_LOOKED_AT = 30_000
+_MOST_ITEMS = 1_000  # of a container; of a longer one its newest stand for all
+_NEWEST = 200
+_DEEPEST = 12
+_MOST_FUNCTIONS = 40_000
+_FOLLOWED = 8  # tensors of a place that are to be there still at the next look
+_WITHIN = "[…]"  # an item of a container
+_SKIPPED = frozenset(
+    {"memlab", "IPython", "ipykernel", "traitlets", "tornado", "zmq", "asyncio", "threading", "logging"}
+)
+_LEAVES = (*PLAIN, ModuleType, type, BuiltinFunctionType, CodeType, torch.Generator)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_CACHE = type(functools.cache(print))
+_ADDS = frozenset({"append", "appendleft", "extend", "add", "insert", "update", "setdefault", "put"})
+
+
+@dataclass
+class Held:
+    """What lies beneath a place."""
+
+    tensors: float = 0
+    size_bytes: float = 0
+    graphs: float = 0  # tensors that have one
+    length: int = 0  # functions in the largest graph of a tensor that is in no container
+    oldest: int = 0  # number of the oldest one of these
+    first: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # some of the tensors
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A place that holds more after each step."""
+
+    place: str  # as one writes it
+    line: str  # that adds to it, with its number; empty where it is not found
+    has_graph: bool
+    is_single: bool  # one tensor, which is larger or whose graph is each time
+    is_of_errors: bool  # by the tracebacks of errors
+    bytes_per_step: float
+
+    def __str__(self) -> str:
+        where = f" ({self.line})" if self.line else ""
+        if self.is_of_errors:
+            return f"{self.place} keeps the variables of functions that raised errors{where}: keep str(error) of each"
+        if self.is_single and self.has_graph:
+            return f"{self.place} reaches the graphs of all steps{where}: add .item() or .detach() of what is added"
+        if self.has_graph:
+            size = f", {format_bytes(round(self.bytes_per_step))} more after each" if self.bytes_per_step >= KIB else ""
+            return (
+                f"{self.place} keeps the graphs of all steps{size}{where}: keep .item() or .detach() of what goes there"
+            )
+        size = format_bytes(round(self.bytes_per_step))
+        return f"{self.place} holds {size} more after each step{where}: keep less, or on the host (.cpu())"
+
+
+class Leaks:
+    """Looks at what a loop holds, and says what grows."""
+
+    def __init__(self) -> None:
+        self._looks: list[tuple[int, dict[str, Held]]] = []
+        self._found: list[Leak] = []
+        self._from_before: dict[str, int] = {}  # bytes of what only results and errors of earlier cells hold
+
+    @property
+    def next_look(self) -> float:
+        """Number of steps after which to look; infinite where nothing grew between two looks, and after the last one."""
+        is_over = len(self._looks) == len(LOOKS) or (len(self._looks) > 1 and not self._found)
+        return math.inf if is_over else LOOKS[len(self._looks)]
+
+    @property
+    def is_sure(self) -> bool:
+        return len(self._looks) == len(LOOKS)
+
+    def look(self, steps: int, frame: FrameType, variables: Mapping[str, Any], device: torch.device) -> None:
+        """Look, after so many steps.
+
+        Args:
+            steps: that are over.
+            frame: the newest one of the thread that trains.
+            variables: those of the notebook.
+            device: of the tensors that count.
+        """
+        walk = _Walk(device)
+        with torch._C.DisableTorchFunctionSubclass():
+            walk.run([*_of_frames(frame), *_of_notebook(variables)])
+            if not self._looks:
+                self._from_before = _held_from_before(walk, variables)
+        self._looks.append((steps, walk.held))
+        if len(self._looks) >= _LOOKS_TO_SAY_OF_A_FAILURE:
+            files = [*walk.files, *(each.f_code.co_filename for each, _ in walk_stack(frame))]
+            self._found = [*_growing(self._looks, list(dict.fromkeys(files)))]
+
+    def lines(self, peak_bytes: int, *, has_failed: bool = False) -> Iterator[str]:
+        """Yield in words what matters beside the peak; less is asked of a loop that has run out of memory."""
+        if len(self._looks) >= (_LOOKS_TO_SAY_OF_A_FAILURE if has_failed else _LOOKS_TO_SAY):
+            least_bytes = max(_LEAST_BYTES, _LEAST_SHARE * peak_bytes)
+            yield from (str(each) for each in self._found if each.has_graph or each.bytes_per_step >= least_bytes)
+        for name, size_bytes in self._from_before.items():
+            if size_bytes >= max(_LEAST_BYTES_FROM_BEFORE, _LEAST_SHARE_FROM_BEFORE * peak_bytes):
+                what, way_out = (name, "%reset -f out") if name != _ERROR else (name, "the next cell that fails")
+                yield f"{what} holds {format_bytes(size_bytes)} from before: {way_out} frees it"
+
+
+class _Walk:
+    """Counts the tensors beneath names, each once, for all places on the way to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.held: dict[str, Held] = {}
+        self.files: list[str] = []  # of the user's functions that were met
+        self._device = device
+        self._seen: set[int] = set()
+        self._storages: set[int] = set()
+        self._functions = 0  # of graphs, that were looked at
+        # what is looked at stays alive for as long, so that no other object takes its number
+        self._kept: list[Any] = []
+
+    def run(self, roots: Iterable[tuple[str, Any]]) -> None:
+        # an object, the places on the way to it, and how many it stands for; the shortest way to each comes first
+        waiting: deque[tuple[Any, tuple[str, ...], float]] = deque((value, (name,), 1.0) for name, value in roots)
+        while waiting and len(self._seen) < _MOST_LOOKED_AT:
+            value, way, share = waiting.popleft()
+            kind = type(value)
+            if issubclass(kind, torch.Tensor):
+                self._count(value, way, share)
+            elif not issubclass(kind, _LEAVES) and id(value) not in self._seen and len(way) < _DEEPEST:
+                self._seen.add(id(value))
+                self._kept.append(value)
+                names = _names(value)
+                for place, inner, scale in self._within(value, way[-1]):
+                    further = way if place == way[-1] else (place,) if place in names else (*way, place)
+                    waiting.append((inner, further, share * scale))
+        self._kept.clear()
+
+    def _count(self, tensor: torch.Tensor, way: tuple[str, ...], share: float) -> None:
+        if tensor.device != self._device and tensor.device.type == self._device.type == "cuda":
+            return
+        if tensor.device.type != self._device.type or (tensor.is_leaf and tensor.requires_grad):
+            return
+        try:
+            storage = tensor.untyped_storage()
+            key, size_bytes = storage._cdata, storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # none, or one without memory
+            key, size_bytes = id(tensor), 0
+            self._kept.append(tensor)
+        size_bytes *= key not in self._storages
+        self._storages.add(key)
+        node = tensor.grad_fn
+        length, oldest = (0, 0) if node is None or _WITHIN in way[-1] else self._extent(node)
+        for place in way:
+            held = self.held.setdefault(place, Held())
+            held.tensors += share
+            held.size_bytes += share * size_bytes
+            held.graphs += share * (node is not None)
+            if length > held.length:
+                held.length, held.oldest = length, oldest
+            if len(held.first) < _FOLLOWED:
+                held.first.append(weakref.ref(tensor))
+
+    def _extent(self, node: Any) -> tuple[int, int]:
+        """Return how many functions a graph has, and the number of the oldest one; the oldest are looked at first."""
+        found, waiting = {node}, [(node._sequence_nr(), 0, node)]
+        oldest = waiting[0][0]
+        while waiting and self._functions < _MOST_FUNCTIONS:
+            number, _, each = heapq.heappop(waiting)
+            self._functions += 1
+            oldest = min(oldest, number)
+            for inner, _ in each.next_functions:
+                if inner is not None and inner not in found:
+                    found.add(inner)
+                    heapq.heappush(waiting, (inner._sequence_nr(), len(found), inner))
+        return len(found), oldest
+
+    def _within(self, value: Any, place: str) -> Iterator[tuple[str, Any, float]]:
+        """Yield what an object holds: the place of each, and how many it stands for."""
+        kind = type(value)
+        if kind.__module__.partition(".")[0] in _SKIPPED or issubclass(kind, torch.optim.Optimizer):
+            return
+        if issubclass(kind, nn.Module):
+            yield from self._within_module(value, place)
+        elif issubclass(kind, dict):
+            items = list(dict.items(value))
+            named = len(items) <= _MOST_ITEMS // 10
+            for key, inner in _newest(items):
+                yield (f"{place}[{key!r}]" if named and type(key) is str else place + _WITHIN), inner, _scale(items)
+            yield from _attributes(value, place)
+        elif issubclass(kind, (list, tuple, set, frozenset, deque)):
+            items = list(value) if getattr(value, "maxlen", None) is None else []
+            yield from ((place + _WITHIN, inner, _scale(items)) for inner in _newest(items))
+        elif issubclass(kind, (FunctionType, MethodType, functools.partial)):
+            yield from self._within_function(value, place)
+        elif issubclass(kind, BaseException):
+            for name, each in (("__context__", value.__context__), ("__cause__", value.__cause__)):
+                yield f"{place}.{name}", each, 1
+            for frame, _ in walk_tb(value.__traceback__):
+                if not is_installed(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
+                    yield f"{place}.__traceback__", tuple(variables_of(frame).values()), 1
+            yield from _attributes(value, place)
+        elif issubclass(kind, GeneratorType):
+            if value.gi_frame is not None:
+                yield place, tuple(variables_of(value.gi_frame).values()), 1
+        elif kind.__dictoffset__ and not issubclass(kind, _CACHE):
+            yield from _attributes(value, place)
+        else:  # of C
+            yield from ((place, inner, 1) for inner in gc.get_referents(value) if not issubclass(type(inner), _LEAVES))
+
+    def _within_module(self, module: nn.Module, place: str) -> Iterator[tuple[str, Any, float]]:
+        for name, inner in list(module._modules.items()):
+            yield (f"{place}[{name}]" if name.isdigit() else f"{place}.{name}"), inner, 1
+        for name, inner in list(vars(module).items()):
+            if name not in _OF_MODULES:
+                yield f"{place}.{name}", inner, 1
+            elif name in MODULE_HOOKS and inner:
+                yield f"{place}.{name}", list(inner.values()), 1
+
+    def _within_function(self, value: Any, place: str) -> Iterator[tuple[str, Any, float]]:
+        if isinstance(value, MethodType):
+            owner = value.__self__
+            yield type(owner).__name__, owner, 1
+            value = value.__func__
+        if isinstance(value, functools.partial):
+            yield place, (value.func, value.args, value.keywords), 1
+        if not isinstance(value, FunctionType) or is_installed(value.__code__.co_filename):
+            return
+        self.files.append(value.__code__.co_filename)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield name, content_of(cell), 1
+        for name in value.__code__.co_names:
+            if name in value.__globals__ and not name.startswith("_"):
+                yield name, value.__globals__[name], 1
+        yield place, (value.__defaults__, value.__kwdefaults__, vars(value)), 1
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Return the names by which a function knows what it holds, which are no parts of its own."""
+    owner: tuple[str, ...] = ()
+    if isinstance(value, MethodType):
+        owner, value = (type(value.__self__).__name__,), value.__func__
+    code = getattr(value, "__code__", None)
+    return owner if not isinstance(code, CodeType) else (*owner, *code.co_freevars, *code.co_names)
+
+
+def _attributes(value: Any, place: str) -> Iterator[tuple[str, Any, float]]:
+    if type(value).__dictoffset__:
+        # past a `__getattribute__` of the user's
+        attributes = list(object.__getattribute__(value, "__dict__").items())
+        yield from ((f"{place}.{name}", inner, _scale(attributes)) for name, inner in _newest(attributes))
+
+
+def _newest(items: list[Any]) -> list[Any]:
+    return items if len(items) <= _MOST_ITEMS else items[-_NEWEST:]
+
+
+def _scale(items: list[Any]) -> float:
+    return 1 if len(items) <= _MOST_ITEMS else len(items) / _NEWEST
+
+
+def _held_from_before(walk: _Walk, variables: Mapping[str, Any]) -> dict[str, int]:
+    """Return bytes that results of the notebook, and its last error, hold beside what the walk has met."""
+    results = variables.get("Out")
+    roots = [(f"Out[{number}]", each) for number, each in results.items()] if isinstance(results, dict) else []
+    walk.run([*roots, (_ERROR, getattr(sys, "last_value", None))])
+    graphs = {name: _bytes_in_graph(each) for name, each in roots}
+    found = {name: round(walk.held.get(name, Held()).size_bytes) + graphs.get(name, 0) for name in (*graphs, _ERROR)}
+    return {name: size_bytes for name, size_bytes in found.items() if size_bytes}
+
+
+def _bytes_in_graph(value: Any) -> int:
+    """Return bytes that the graphs of tensors in a result keep for a backward pass, without those of parameters."""
+    waiting = [each.grad_fn for each in tensors_in(value) if each.grad_fn is not None]
+    sizes: dict[int, int] = {}
+    parameters: set[int] = set()
+    seen = set(waiting)
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        node = waiting.pop()
+        for name in dir(node):
+            saved = _saved(node, name) if name.startswith("_saved_") else None
+            if isinstance(saved, torch.Tensor):
+                storage = saved.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+        if (variable := getattr(node, "variable", None)) is not None:
+            parameters.add(variable.untyped_storage()._cdata)
+        further = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= further
+        waiting += further
+    return sum(size_bytes for key, size_bytes in sizes.items() if key not in parameters)
+
+
+def _saved(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except RuntimeError:  # the backward pass has freed it
+        return None
+
+
+def _of_frames(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of functions that run, the newest first; those of modules' code are met by name."""
+    for each, _ in walk_stack(frame):
+        if not is_installed(each.f_code.co_filename):
+            yield from _of_notebook(variables_of(each))
+
+
+def _of_notebook(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    hidden = ("In", "Out", "exit", "quit", "get_ipython")
+    yield from ((name, v) for name, v in list(variables.items()) if name not in hidden and not name.startswith("_"))
+
+
+def _growing(looks: list[tuple[int, dict[str, Held]]], files: list[str]) -> Iterator[Leak]:
+    """Yield places that hold more each time, the innermost that accounts for what those around it hold more."""
+    steps = [at for at, _ in looks]
+    found: dict[str, tuple[float, Leak]] = {}
+    for place in looks[-1][1]:
+        seen = [held.get(place, Held()) for _, held in looks]
+        size, more, length = (
+            _rate(steps, [getattr(e, what) for e in seen]) for what in ("size_bytes", "tensors", "length")
+        )
+        is_single = not more and (bool(size) or (bool(length) and len({each.oldest for each in seen}) == 1))
+        # what is dropped and filled again may be longer each time by chance
+        if is_single or (more and all(ref() is not None for each in seen for ref in each.first)):
+            has_graph = bool(_rate(steps, [each.graphs for each in seen])) or (is_single and bool(length))
+            name = place.partition(_WITHIN)[0]
+            of_errors = ".__traceback__" in place
+            leak = Leak(
+                name,
+                "",
+                has_graph,
+                is_single,
+                of_errors,
+                (seen[-1].size_bytes - seen[0].size_bytes) / (steps[-1] - steps[0]),
+            )
+            if name not in found or more >= found[name][0]:
+                found[name] = more, leak
+    said: list[str] = []
+    for name in sorted(found, key=len):
+        more, leak = found[name]
+        parts = [found[other][0] for other in found if other.startswith((f"{name}.", f"{name}["))]
+        if any(part >= _SHARE_OF_PART * more for part in parts) or name.startswith(tuple(said)):
+            continue
+        line = _line_adding_to(name, files)
+        if leak.has_graph or more or line:  # a batch may be larger each time
+            said += (f"{name}.", f"{name}[")
+            yield replace(leak, line=line)
+
+
+def _rate(steps: list[int], counts: list[float]) -> float:
+    """Return by how much a count grows a step; 0 where it does not, or not steadily."""
+    rates = [
+        (b - a) / (until - since) for (since, until), (a, b) in zip(pairwise(steps), pairwise(counts), strict=True)
+    ]
+    return sum(rates) / len(rates) if min(rates) > 0 and max(rates) <= _STEADY * min(rates) else 0.0
+
+
+def _line_adding_to(place: str, files: Iterable[str]) -> str:
+    """Return the line of the user's code that adds to a place, with its number; empty where none is found."""
+    name = re.findall(r"[^\W\d]\w*", re.sub(r"\[.*?\]", "", place))[-1]
+    for file in files:
+        if is_installed(file):
+            continue
+        lines = linecache.getlines(file)
+        try:
+            tree = ast.parse("".join(lines))
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.stmt, ast.Call)) and _adds(node, name):
+                return f"line {node.lineno}: {lines[node.lineno - 1].strip()}"
+    return ""
+
+
+def _adds(node: ast.AST, name: str) -> bool:
+    """Return whether code adds to what a name stands for, or makes it anew of what it was."""
+    if isinstance(node, ast.AugAssign):
+        return _is_of(node.target, name)
+    if isinstance(node, ast.FunctionDef):  # that keeps what it has returned
+        return node.name == name and bool(node.decorator_list)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in _ADDS and _is_of(node.func.value, name)
+    if not isinstance(node, ast.Assign):
+        return False
+    targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
+    is_item = any(isinstance(target, ast.Subscript) and _is_of(target, name) for target in targets)
+    is_again = any(_is_of(target, name) for target in targets) and any(
+        _is_of(each, name) for each in ast.walk(node.value)
+    )
+    return is_item or is_again
+
+
+def _is_of(node: ast.AST, name: str) -> bool:
+    while isinstance(node, (ast.Subscript, ast.Call)):
+        node = node.value if isinstance(node, ast.Subscript) else getattr(node.func, "value", node.func)
+    return (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
