@@ -12,7 +12,7 @@
 - `freeing`: what a failed cell held is let go
 - `watch`: plan, session and meter for the duration of one cell, of `first_call` (which models train), `cell_records` (the models, and
   what is put on record of them) and `cell_meter` (who observes them)
-- `prediction`: what is predicted, chosen for a budget and found
+- `prediction`: what is predicted, chosen for a budget and found; `worst`: the largest batch of a loader
 - `history`: what was measured, per model, across cells
 - `live`: the line that shows progress; `display`: receipts, and what `%memfit predict` returns, in every format a front end may want
 - `config`: what `%config MemLab` holds

@@ -106,6 +106,7 @@ PREDICT_FLAGS: dict[str, tuple[Flag, ...]] = {
         *_WORKLOAD_FLAGS,
     ),
     "panel": (_BUDGET, *_WORKLOAD_FLAGS),
+    "worst": tuple(each for each in _WORKLOAD_FLAGS if each.name != "batch"),
     "snapshot": (
         Flag("predicted", "--predicted", "", "predict the snapshot instead of running two steps for it, as is done for a model on the CPU anyway"),
         _GPU,
@@ -126,6 +127,8 @@ WORDS = (
     Word("report", "", "the settings measured so far, as a table and as a picture; returns the Comparison"),
     Word("compare", '"FLAGS" …',
          "measure plans from the same starting point, then put everything back; returns the Comparison"),
+    Word("worst", "[LOADER] [FLAGS]",
+         "predict and rehearse a step on the largest batch that a DataLoader can give, then put everything back; returns the Comparison"),
     Word("switch", "FLAGS", "change the plan now; %memfit FLAGS does the same"),
     Word("wait", "", "wait for the %%memfit --background cell; fails when it has failed"),
     Word("cancel", "", "end the %%memfit --background cell before its next step"),

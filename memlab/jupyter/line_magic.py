@@ -160,6 +160,20 @@ class LineMagic:
         tell(f"to apply it: %memfit {found.plan if found.plan != Plan().label else '--accumulate 1'}")
         return found
 
+    def _worst(self, words: list[str]) -> Comparison:
+        options = predict_options("worst", words)
+        subject = self._notebook.subject("worst", options, needs_batch=False)
+        workload = prediction.only_one("worst", subject[0])
+        session = session_of(workload.model)
+        plan = options.plan or (session.plan if session is not None else Plan())
+        if len(options.words) > 1:
+            raise PlanError("%memfit worst takes one loader, as in %memfit worst loader")
+        from memlab.jupyter import worst
+
+        loader = worst.loader_in(self._notebook.shell.user_ns, next(iter(options.words), ""))
+        with self._device_of(workload) as device, self._notebook.saying() as say:
+            return worst.rehearsed(workload, loader, plan, device, say)
+
     def _snapshot(self, words: list[str]) -> None:
         from memlab.predicting import save_snapshot
 
@@ -281,7 +295,7 @@ class LineMagic:
 
 
 # they change the model, or need it to stand still
-_NOT_WHILE_TRAINING = frozenset({"predict", "find", "ablation", "compare", "snapshot", "undo"})
+_NOT_WHILE_TRAINING = frozenset({"predict", "find", "ablation", "compare", "worst", "snapshot", "undo"})
 
 
 def _no_more(words: list[str], command: str) -> None:

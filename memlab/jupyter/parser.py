@@ -78,7 +78,7 @@ def predict_options(command: str, words: list[str]) -> PredictOptions:
     given, loose = _read_flags(rest, flags)
     if command == "panel" and len(rest) < len(others):
         loose.append(str(plan))
-    if loose and command != "snapshot":
+    if loose and command not in ("snapshot", "worst"):
         raise PlanError(f"%memfit {command} {loose[0]}: unknown; see %memfit help")
     if command == "predict" and plan.scale is not ScaleOut.NONE:
         raise PlanError(

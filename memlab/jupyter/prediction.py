@@ -80,7 +80,7 @@ def workloads_of(
     else:
         if workloads[0].loss_fn is None and all(each.workload.model is not found[0].model for each in together):
             workloads[0].batch = None  # the last cell trained other models
-        _take_named(workloads[0], options, namespace)
+        _take_named(workloads[0], options, namespace, is_loaded=command == "worst")
     if needs_batch and any(each.batch is None for each in workloads):
         raise WorkloadError(
             f"%memfit {command} needs a batch: run one training cell with %%memfit first (again after %memfit undo), or pass --batch NAME "
@@ -89,8 +89,8 @@ def workloads_of(
     return workloads
 
 
-def _take_named(workload: Workload, options: PredictOptions, namespace: Mapping[str, Any]) -> None:
-    """Give a workload the batch and the loss function that a line names."""
+def _take_named(workload: Workload, options: PredictOptions, namespace: Mapping[str, Any], *, is_loaded: bool) -> None:
+    """Give a workload the batch and the loss function that a line names; one that a loader makes comes later."""
     if options.batch:
         values = tuple(_variable(namespace, "--batch", name) for name in options.batch)
         workload.batch = values[0] if len(values) == 1 else values
@@ -104,7 +104,7 @@ def _take_named(workload: Workload, options: PredictOptions, namespace: Mapping[
             raise WorkloadError(
                 f"--loss-fn {options.loss_fn}: a {type(loss_fn).__name__} cannot be called; name what is called with output and target"
             )
-        if len(options.batch) != 2:
+        if len(options.batch) != 2 and not is_loaded:
             raise WorkloadError("--loss-fn needs the batch as inputs and target: --batch inputs,target")
 
 
