@@ -93,7 +93,7 @@ def test_a_trainer_gives_the_loader_it_trains_on(with_loader: Cell, tmp_path: An
         "known = len(trainer.accelerator._dataloaders)"
     )
     assert with_loader(make).error is None
-    ran = with_loader("%memfit worst trainer --model model)\nprint(len(trainer.accelerator._dataloaders) == known")
+    ran = with_loader("%memfit worst trainer --model model")
     assert "100 samples of 20 to 400 elements" in ran.out
     assert "the largest batch that can come has 4 rows" in ran.out
     assert with_loader("print(len(trainer.accelerator._dataloaders) == known)").out.endswith("True\n")
