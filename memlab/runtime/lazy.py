@@ -50,6 +50,7 @@ class LazyTensor(torch.Tensor):
     _expired: str | None  # why there is no value any more
     _grad_enabled: bool
     _origin: LazyTensor | None  # what this is a view of, or computed from
+    _family: list[weakref.ref[LazyTensor]]  # of one that has no origin: what follows it
 
     @staticmethod
     def __new__(
@@ -59,7 +60,7 @@ class LazyTensor(torch.Tensor):
         lazy._compute = compute
         lazy._value = lazy._expired = None
         lazy._grad_enabled = torch.is_grad_enabled()
-        lazy._origin = None
+        lazy._origin, lazy._family = None, []
         return lazy
 
     def __init__(self, *_args: Any) -> None:
@@ -84,7 +85,20 @@ class LazyTensor(torch.Tensor):
     def follow(self, origin: LazyTensor, how: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Be computed from the value of another one, so that what is written to one is seen in the other."""
         self._origin, self._compute = origin, how
+        origin._first._family.append(weakref.ref(self))
         return self
+
+    @property
+    def _first(self) -> LazyTensor:
+        return self if self._origin is None else self._origin._first
+
+    def is_about_to_be_written(self) -> None:
+        """Compute what follows the same values: copies are those of before, and views see what is written."""
+        first = self._first
+        family, first._family = first._family, []
+        for ref in family:
+            if (other := ref()) is not None and other._compute is not None:
+                other.value()
 
     def expire(self, reason: str) -> None:
         """Have no value any more; whoever looks is told why."""
@@ -114,6 +128,8 @@ class LazyTensor(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], LazyTensor) and _writes(func):
+            args[0].is_about_to_be_written()
         real_args, real_kwargs = tree_map(real, (args, dict(kwargs or {})))
         return func(*real_args, **real_kwargs)
 
@@ -133,6 +149,18 @@ class LazyTensor(torch.Tensor):
 
 
 own_tensors.add(f"`{LazyTensor.__name__}`")
+
+
+@functools.cache
+def _writes(func: Callable[..., Any]) -> bool:
+    """Return whether a function or method of torch's writes to its first argument, by its name."""
+    name = getattr(func, "__name__", "")
+    is_operator = (
+        name.startswith("__i")
+        and name.endswith("__")
+        and name not in ("__int__", "__index__", "__invert__", "__iter__")
+    )
+    return name in ("__setitem__", "__set__") or is_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 def as_saved(tensor: torch.Tensor) -> torch.Tensor:
