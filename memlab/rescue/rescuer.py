@@ -100,7 +100,7 @@ class Rescuer:
 
     def detach(self) -> None:
         """Let go of the session and of everything kept for its steps."""
-        self.leave_own_code()
+        self.leave_loop_code()
         self.calls.drop_aliases()
         self._session = None
 
@@ -156,7 +156,7 @@ class Rescuer:
         Raises:
             BrokenUpdateError: memory that was free is gone, in the middle of an update of which there is no copy.
         """
-        self.leave_own_code()  # that of a closure, which has run by now
+        self.leave_loop_code()  # that of a closure, which has run by now
         if self.session.shares(optimizer) or not is_separable(optimizer):
             return optimizer_step.run_step(optimizer, self.session.techniques)
         update = Update(optimizer, lambda error: self.recovery.free(Place.STEP, error))
@@ -175,7 +175,7 @@ class Rescuer:
         """Return whether another model of the loop is being called, whose own rescuer sees to that."""
         return any(each.is_in_call for each in self.session.companions)
 
-    def leave_own_code(self) -> None:
+    def leave_loop_code(self) -> None:
         """The loop's own code is over: its optimizer steps, or its cell ends."""
         with self.stepping_aside():
             self.loop_code.end()
@@ -197,7 +197,7 @@ class Rescuer:
         return False
 
     def _serves(self, optimizer: torch.optim.Optimizer) -> bool:
-        self.leave_own_code()
+        self.leave_loop_code()
         is_served = is_separable(optimizer)
         self.recovery.is_in_step = not is_served  # also for what is armed only when memory runs out in its closure
         if not self.is_armed or self.session.shares(optimizer):
@@ -211,7 +211,7 @@ class Rescuer:
     def step_ended(self) -> None:
         """An optimizer has stepped; a closure's own code is over with it."""
         with self.stepping_aside():
-            self.leave_own_code()
+            self.leave_loop_code()
             self.recovery.is_in_step = False
             self.calls.step_ended()
             if self._evidence is not None:

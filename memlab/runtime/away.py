@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memlab.runtime.callers import is_own_code
+from memlab.runtime.callers import is_memlab_code
 from memlab.runtime.homes import home_of, is_at_rest, rests
 from memlab.runtime.lifetimes import is_shared
 from memlab.runtime.touch import Watched, uses_values
@@ -31,7 +31,7 @@ class _Away(Watched):
         self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if is_own_code(frame) and self._are_own(types):
+            if is_memlab_code(frame) and self._are_own(types):
                 return function(*args, **kwargs)
             if function in ASK_FOR_THE_DEVICE:
                 return function(torch.empty(0, device=home_of(args[0])))

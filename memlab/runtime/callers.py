@@ -79,13 +79,13 @@ def module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def is_own_code(frame: FrameType | None) -> bool:
+def is_memlab_code(frame: FrameType | None) -> bool:
     """Return whether the code that asks, past torch's own between and modes that run its functions, is memlab's.
 
     Example:
         >>> script = {"__name__": "train"}
         >>> exec("import sys; frame = sys._getframe()", script)
-        >>> is_own_code(script["frame"])
+        >>> is_memlab_code(script["frame"])
         False
     """
     while frame is not None:

@@ -1,4 +1,4 @@
-"""`let_go`: frees the graphs of model calls that nobody holds any more but what memlab has kept to run parts of them again.
+"""`free_dropped_graphs`: frees graphs of model calls that only memlab holds, to run parts of them again.
 
 A graph holds the `State` from which a part is run again; the state holds the lists, dicts and objects that the part was given; a
 model may have collected in them what came later, with its graph. Where no backward pass frees the graph, this circle
@@ -35,7 +35,7 @@ def held_by_graph(state: Any, *records: Any) -> None:
     _held[state] = records, [0]
 
 
-def let_go() -> None:
+def free_dropped_graphs() -> None:
     """Free graphs that only their own states hold."""
     if not _held:
         return

@@ -27,7 +27,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 
 import torch
 
-from memlab.runtime.dropped_graphs import let_go
+from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.units import GIB, KIB, MIB
 
 _NCCL_CALL = r"CUDA (?:host )?(?:alloc|malloc|calloc)(?: async)?"
@@ -139,7 +139,7 @@ def release(error: BaseException, until: FrameType | None = None) -> None:
 
 def collect() -> None:
     """Free what only cycles keep, and give the allocator's cache back."""
-    let_go()
+    free_dropped_graphs()
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
         torch.cuda.empty_cache()
@@ -154,14 +154,14 @@ def _out_of_memory_errors(error: BaseException | None) -> Iterator[BaseException
         if not isinstance(each, Exception) or id(each) in seen:
             continue
         seen.add(id(each))
-        if _is_shortage(each):
+        if _says_memory_ran_out(each):
             yield each
         if isinstance(each, ExceptionGroup):
             waiting.extend(each.exceptions)
         waiting.append(each.__cause__)
 
 
-def _is_shortage(error: BaseException) -> bool:
+def _says_memory_ran_out(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import register_pytree_node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.runtime.callers import is_own_code
+from memlab.runtime.callers import is_memlab_code
 from memlab.runtime.interrupts import deferred_interrupts
 
 if TYPE_CHECKING:  # techniques import what imports this module
@@ -100,7 +100,7 @@ class PackedState(dict[str, Any]):
         return PackedState(resident, self._names, self._own_form, self._why, self._lock)
 
     def _show(self, frame: FrameType) -> None:
-        if self._names and self.closed is None and not is_own_code(frame):
+        if self._names and self.closed is None and not is_memlab_code(frame):
             self._give_back(next(iter(self._names)))
 
     def _give_back(self, name: object) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.runtime.callers import handed_over, is_own_code
+from memlab.runtime.callers import handed_over, is_memlab_code
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.lifetimes import is_shared
 from memlab.runtime.tree import flatten, tensors_in
@@ -184,7 +184,7 @@ class Touch(Watched):
         self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if (not uses_values(function) or is_own_code(frame)) and self._are_own(types):
+            if (not uses_values(function) or is_memlab_code(frame)) and self._are_own(types):
                 if function == _GET_DTYPE:
                     return self._dtype_of(args[0], frame)
                 if function == SET_GRAD and isinstance(args[1], torch.Tensor):
@@ -201,7 +201,7 @@ class Touch(Watched):
 
     def _dtype_of(self, tensor: torch.Tensor, frame: FrameType) -> torch.dtype:
         """Return the dtype of the user's form, also for what the loop has read before."""
-        return torch.float32 if self._is_read and not is_own_code(frame) else tensor.dtype
+        return torch.float32 if self._is_read and not is_memlab_code(frame) else tensor.dtype
 
     def _values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType) -> _Values:
         """Tensors that are watched, each with its values, by id."""

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.plan import Plan
 from memlab.runtime import state_entries, state_layers
-from memlab.runtime.dropped_graphs import let_go
+from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.interrupts import Interrupts, deferred_interrupts
@@ -111,7 +111,7 @@ class InForce:
         A Ctrl-C that comes into the middle takes the change back; with `to_the_end` it is delivered when that is complete.
         """
         coming = self._coming(plan)
-        let_go()
+        free_dropped_graphs()
         check_all(coming, self._workload, self.optimizers, self.techniques)
         if not coming and not any(self._leaves(kind, plan) for kind in self._entries):
             self._follow(plan)

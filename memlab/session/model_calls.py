@@ -14,7 +14,7 @@ from memlab.errors import MemlabError, RefusalError
 from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs
 from memlab.runtime.batch import Batch
-from memlab.runtime.dropped_graphs import let_go
+from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.lazy import requires_grad
@@ -75,7 +75,7 @@ class ModelCalls:
             return self._run(original, args, kwargs)
 
     def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        let_go()
+        free_dropped_graphs()
         session = self._session
         where, trains = graphs.why_as_written(), session.workload.model.training
         if where and session.techniques:

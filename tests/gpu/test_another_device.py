@@ -104,7 +104,7 @@ def test_the_generator_is_that_of_the_device(drawing: Any) -> None:
     assert drawn_on(*drawing()) == torch.device(OTHER)
 
 
-def test_a_step_that_thrashes_is_looked_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_allocator_retries_is_looked_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(device) or {})
     case = CASES["tied"].on(OTHER)

@@ -525,20 +525,20 @@ class TestMemlabItselfFails:
         [
             (
                 "memlab.jupyter.cell_magic.Workload.find",
-                "memfit: the search for the model among the variables failed in memlab itself (KeyError: 'unforeseen'); "
+                "memfit: the search for the model among the variables failed in memlab itself (KeyError: 'unexpected'); "
                 "the cell is not affected",
             ),
             (
                 "memlab.jupyter.cell_meter.meter_of",
-                "memfit: watching this cell failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
+                "memfit: watching this cell failed in memlab itself (KeyError: 'unexpected'); the cell is not affected",
             ),
             (
                 "memlab.jupyter.watch.title_of",
-                "memfit: the receipt failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
+                "memfit: the receipt failed in memlab itself (KeyError: 'unexpected'); the cell is not affected",
             ),
             (
                 "memlab.jupyter.cell_meter.Meter.measurement",
-                "memfit: the receipt failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected",
+                "memfit: the receipt failed in memlab itself (KeyError: 'unexpected'); the cell is not affected",
             ),
         ],
     )
@@ -562,7 +562,7 @@ class TestMemlabItselfFails:
         before = torch.nn.Module.__call__
         monkeypatch.setattr(f"memlab.jupyter.{where}", _fail)
         ran = cell(f"%%memfit\n{MAKE}\n{TRAIN}")
-        said = f"memfit: {what} failed in memlab itself (KeyError: 'unforeseen'); the cell is not affected"
+        said = f"memfit: {what} failed in memlab itself (KeyError: 'unexpected'); the cell is not affected"
         self._trained_all_the_same(shell, ran, said)
         assert torch.nn.Module.__call__ is before
 
@@ -590,4 +590,4 @@ class TestMemlabItselfFails:
 
 
 def _fail(*_args: Any, **_named: Any) -> Any:
-    raise KeyError("unforeseen")
+    raise KeyError("unexpected")

@@ -201,7 +201,9 @@ def test_the_panel_of_each_follows_and_steers_the_loop(shell: Any, cell: Cell, c
 
 
 @pytest.mark.parametrize(("made", "loop"), [(GAN, GAN_LOOP), (BOTH, BOTH_LOOP)], ids=["apart", "one optimizer"])
-def test_a_shortage_in_one_model_is_rescued_and_the_others_follow(shell: Any, cell: Cell, made: str, loop: str) -> None:
+def test_memory_that_runs_out_in_one_model_is_rescued_and_the_others_follow(
+    shell: Any, cell: Cell, made: str, loop: str
+) -> None:
     larger = SETUP.replace("nn.Linear(8, 16)", "nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 16)").replace(
         "12", "512"
     )

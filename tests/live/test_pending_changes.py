@@ -10,7 +10,7 @@ from memlab.plan import FIELDS, Plan
 from memlab.records.live_state import Asked
 
 ASKS = st.one_of(*(st.tuples(st.just(spec.name), st.sampled_from(spec.choices)) for spec in FIELDS))
-# what happens next: a wish, the boundary of a step, or a refusal of what waits
+# what happens next: a setting asked for, the boundary of a step, or a refusal of what waits
 HAPPENINGS = st.lists(st.one_of(ASKS, st.just("boundary"), st.just("refusal")), max_size=30)
 
 

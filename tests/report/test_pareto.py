@@ -15,13 +15,13 @@ from memlab.report.ranking import pareto_front
 from memlab.report.segments import BUDGET
 from memlab.units import GIB
 
-LATTICE = samples.plan_space()
+SPACE = samples.plan_space()
 
 
 def test_a_cloud_is_thinned_but_not_its_front() -> None:
-    chart = pareto.chart(LATTICE, budget_bytes=4 * GIB)
+    chart = pareto.chart(SPACE, budget_bytes=4 * GIB)
     assert len(chart.points) <= MOST_POINTS
-    assert {point.plan for point in chart.front} == {p.plan for p in pareto_front(LATTICE)}
+    assert {point.plan for point in chart.front} == {p.plan for p in pareto_front(SPACE)}
     assert "as written" in {point.plan for point in chart.points}
     assert "as written" in chart.labelled
     assert len(chart.labelled) <= 5
@@ -51,7 +51,7 @@ def test_trials_are_connected_with_what_predicted_them() -> None:
 
 
 def test_memory_is_what_the_budget_must_hold() -> None:
-    plans = [replace(p, peak_reserved_bytes=p.peak_allocated_bytes * 2) for p in LATTICE[:3]]
+    plans = [replace(p, peak_reserved_bytes=p.peak_allocated_bytes * 2) for p in SPACE[:3]]
     chart = pareto.chart(plans)
     assert chart.memory_name == "peak memory reserved"
     assert [point.memory_bytes for point in chart.points] == [p.peak_reserved_bytes for p in plans]
@@ -75,12 +75,12 @@ def test_the_picture() -> None:
     for look in (LOOKS[Fit.YES], LOOKS[Fit.NO], MEASURED):
         assert samples.share_of(look.colour, png, near=24) > 0.0003
     assert samples.share_of(BUDGET, png) > 0.0003  # the budget line
-    assert samples.share_of(BUDGET, pareto_image.png(pareto.chart(LATTICE[:30]))) == 0
+    assert samples.share_of(BUDGET, pareto_image.png(pareto.chart(SPACE[:30]))) == 0
 
 
 def test_nothing_predicted_is_still_a_picture() -> None:
     pytest.importorskip("matplotlib")
-    timeless = [replace(p, step_seconds=float("nan")) for p in LATTICE[:3]]
+    timeless = [replace(p, step_seconds=float("nan")) for p in SPACE[:3]]
     for plans in ([], timeless, [samples.refused("--fp16", "no")]):
         chart = pareto.chart(plans)
         assert chart.points == ()
@@ -88,10 +88,10 @@ def test_nothing_predicted_is_still_a_picture() -> None:
 
 
 def test_a_wide_interval_does_not_flatten_the_picture() -> None:
-    wide = [replace(p, interval_seconds=(p.step_seconds / 10, p.step_seconds)) for p in LATTICE[:30]]
+    wide = [replace(p, interval_seconds=(p.step_seconds / 10, p.step_seconds)) for p in SPACE[:30]]
     fastest = max(p.samples_per_second for p in wide)
     assert pareto.chart(wide).most_per_second == pytest.approx(1.4 * fastest)
-    assert pareto.chart(LATTICE[:30]).most_per_second == pytest.approx(fastest / 0.85)
+    assert pareto.chart(SPACE[:30]).most_per_second == pytest.approx(fastest / 0.85)
 
 
 def test_the_static_step_of_a_prediction_is_paler() -> None:

@@ -13,7 +13,7 @@ from memlab.records import Fit, Prediction
 from memlab.report.ranking import best_of_each_verdict, counts, pareto_front, rank, refusals, shown, verdict_words
 from memlab.units import GIB
 
-LATTICE = samples.plan_space()
+SPACE = samples.plan_space()
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60))
@@ -40,7 +40,7 @@ def test_without_a_time_the_smallest_is_the_front() -> None:
 
 
 def test_with_a_budget_what_fits_comes_first_by_speed() -> None:
-    ranking = rank(LATTICE, 4 * GIB)
+    ranking = rank(SPACE, 4 * GIB)
     assert ranking is not None
     assert ranking.first.plan == "as written"
     verdicts = [each.verdict(4 * GIB) for each in ranking.others]
@@ -53,7 +53,7 @@ def test_with_a_budget_what_fits_comes_first_by_speed() -> None:
 
 
 def test_without_a_budget_the_front_comes_first() -> None:
-    ranking = rank(LATTICE)
+    ranking = rank(SPACE)
     assert ranking is not None
     on_front = [each.plan in ranking.front for each in ranking.others]
     assert on_front == sorted(on_front, reverse=True)
@@ -61,7 +61,7 @@ def test_without_a_budget_the_front_comes_first() -> None:
 
 
 def test_hundreds_of_plans_become_a_page() -> None:
-    ranking = rank(LATTICE, 4 * GIB)
+    ranking = rank(SPACE, 4 * GIB)
     assert ranking is not None
     rows = shown(ranking)
     assert rows[0].plan == "as written"
@@ -72,14 +72,14 @@ def test_hundreds_of_plans_become_a_page() -> None:
 
 
 def test_a_short_list_is_shown_whole() -> None:
-    ranking = rank(LATTICE[:20], 4 * GIB)
+    ranking = rank(SPACE[:20], 4 * GIB)
     assert ranking is not None
     assert shown(ranking) == ranking.every
 
 
 def test_refusals_are_told_once_per_reason() -> None:
-    assert [len(plans) for plans in refusals(LATTICE).values()] == [72, 60]
-    assert rank([p for p in LATTICE if p.refused]) is None
+    assert [len(plans) for plans in refusals(SPACE).values()] == [72, 60]
+    assert rank([p for p in SPACE if p.refused]) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ STEPS = 3
 LEAST_CALLED = {1: 50, 9: 10}
 WANTED = (
     "memlab's rescue failed and is off from here on: memory that runs out ends the cell "
-    "(AssertionError: this was not foreseen)"
+    "(AssertionError: this was not expected)"
 )
 # what calls all others, and what autograd calls
 OUTERMOST = {
@@ -39,7 +39,7 @@ OUTERMOST = {
         "Rescuer.stepping_aside",
         "Rescuer.step_begins",
         "Rescuer.step_ended",
-        "Rescuer.leave_own_code",
+        "Rescuer.leave_loop_code",
     ),
     *("LoopCode.__init__", "LoopCode.__torch_function__", "Called.__init__"),
     *("GuardedCall.gradients", "_sum", "_Held.get", "_unpack"),
@@ -94,7 +94,7 @@ def test_the_loop_goes_on_as_it_would(nth: int, monkeypatch: pytest.MonkeyPatch)
             nonlocal calls
             calls += 1
             if calls == nth:
-                raise AssertionError("this was not foreseen")
+                raise AssertionError("this was not expected")
             return _function(*args, **kwargs)
 
         with monkeypatch.context() as patched:

@@ -73,7 +73,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: f"{type(error).__name__} {error}"[:60])
-def test_a_shortage_is_recognised(error: BaseException) -> None:
+def test_an_out_of_memory_error_is_recognised(error: BaseException) -> None:
     assert is_out_of_memory(error)
 
 
@@ -124,7 +124,7 @@ def raised_while_handling(first: BaseException, second: BaseException) -> BaseEx
     return caught(call)
 
 
-def test_an_error_raised_from_a_shortage_counts() -> None:
+def test_an_error_raised_from_an_out_of_memory_error_counts() -> None:
     error = raised_from(raised_from(torch.OutOfMemoryError(CUDA_TEXT)))
 
     assert is_out_of_memory(error)
@@ -138,11 +138,11 @@ def test_a_failure_of_a_handler_does_not_count() -> None:
     assert not is_out_of_memory(error)
 
 
-def test_a_second_shortage_while_handling_one_counts() -> None:
+def test_a_second_out_of_memory_error_while_handling_one_counts() -> None:
     assert is_out_of_memory(raised_while_handling(MemoryError(), RuntimeError(CUDA_TEXT)))
 
 
-def test_a_shortage_while_handling_something_else_counts() -> None:
+def test_an_out_of_memory_error_while_handling_something_else_counts() -> None:
     assert is_out_of_memory(raised_while_handling(KeyError("x"), MemoryError()))
 
 

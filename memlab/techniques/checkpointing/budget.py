@@ -179,8 +179,8 @@ _State = tuple[int, float, tuple[int, ...]]
 def cheapest(freed: Sequence[int], costs: Sequence[float], needed: int) -> tuple[int, ...] | None:
     """Choose what to give up so that enough is freed at the least cost.
 
-    Exact. Things that are equal in both are counted, not told apart, and of what is both dearer and frees less nothing
-    is followed any further; so dozens of blocks of a few kinds take no time worth a word.
+    Exact. Things that are equal in both are counted, not told apart, and what costs more and frees less than another choice
+    is not followed any further; so dozens of blocks of a few kinds take next to no time.
 
     Returns:
         Positions of the chosen, in order; of equal things the first. None when all together free less than needed.

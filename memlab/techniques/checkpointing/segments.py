@@ -99,8 +99,8 @@ def _run_of(
 
 def _has_inside(module: nn.Module) -> bool:
     """Return whether a module may keep more for its backward pass than its input and its output: it is no single layer of torch's."""
-    is_own_code = not type(module).__module__.startswith("torch.nn.")
-    return is_own_code or isinstance(module, nn.RNNBase) or any(True for _ in module.children())
+    is_users = not type(module).__module__.startswith("torch.nn.")
+    return is_users or isinstance(module, nn.RNNBase) or any(True for _ in module.children())
 
 
 def is_plain_sequential(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ Numbered rules of the mechanism:
    seen from outside, so the *first step of each optimizer is watched*: it keeps its gradients to the end, as without
    this technique, and a loop that is none gets a `RefusalError` before anything is different from the loop as written.
    The step itself frees them as it goes, so that fresh moments take the place of gradients. Where the plan is on trial, as one is that
-   a running loop was given by a click, twenty steps are watched, and the loop's code is read (`foreseen`): what a loop does now and
+   a running loop was given by a click, twenty steps are watched, and the loop's code is read (`later_uses`): what a loop does now and
    then only, as showing the norm of gradients or clipping from some step on, is met before an update cannot be taken back. What is
    measured meanwhile is forgotten.
    The watch begins at the model's call; gradients of steps without one (a loop that calls parts of the model) are kept.
@@ -71,8 +71,8 @@ from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique, process_count
 from memlab.techniques.gradient_release import reasons
-from memlab.techniques.gradient_release.foreseen import use_of_gradients
 from memlab.techniques.gradient_release.groups import hear_no_more, hear_of_groups, hearing
+from memlab.techniques.gradient_release.later_uses import use_of_gradients
 from memlab.techniques.gradient_release.leftover import leftover
 from memlab.techniques.gradient_release.watch import Gone, Watch, where
 from memlab.techniques.offload.spill import is_spilled
@@ -335,7 +335,7 @@ class GradientRelease(Technique):
         if not self._steps_to_watch:
             is_clicked = self.host.on_trial() and not self.host.of_rescue()
             if is_clicked and (use := use_of_gradients(sys._getframe())) is not None:
-                raise RefusalError(self.field, reasons.FORESEEN.format(use=use), reasons.LEAVE_OUT)
+                raise RefusalError(self.field, reasons.LATER_USE.format(use=use), reasons.LEAVE_OUT)
             self._steps_to_watch = _STEPS_ON_TRIAL if is_clicked else 1
         elif not self._releases and all(map(self._is_seen, self._updating())):
             self._releases = True

@@ -21,7 +21,7 @@ FREED = "--release-grads has freed those of the last step"
 FREED_EARLY = "--release-grads frees those of a step in its backward pass"
 UPDATED = "; parameters have been updated with the gradients so far"
 LEAVE_OUT_BEFORE = "leave it out, or %memfit undo, before a step whose gradients are looked at"
-FORESEEN = "the loop's code may use gradients in a later step ({use}), when they are gone"
+LATER_USE = "the loop's code may use gradients in a later step ({use}), when they are gone"
 USED_BETWEEN = "the loop uses gradients between backward() and optimizer.step()"
 CLIPPED = (
     "the loop takes the norm of all gradients (to clip them, or to show it), which is not known before the backward pass is over",

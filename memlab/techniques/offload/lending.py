@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
-from memlab.runtime.callers import is_own_code, module_of
+from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
 from memlab.runtime.touch import SET_DATA, SET_GRAD, Watched, uses_values
 from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
@@ -96,7 +96,7 @@ class Lending(Watched):
         self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            is_own = is_own_code(frame) or torch._C._are_functorch_transforms_active()
+            is_own = is_memlab_code(frame) or torch._C._are_functorch_transforms_active()
             if function == _GET_GRAD and not is_own and not module_of(frame).startswith("torch."):
                 self._bring_gradient(args[0])
             if self._are_own(types) and (is_own or not self._is_at_rest(args, kwargs)):

@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.bench.peers import page, runner
 from tests.bench.peers.causes import CAUSES
 from tests.bench.peers.contests import BY_NAME, CONTESTS
-from tests.bench.peers.records import SCALES, Book, Contest, Record
+from tests.bench.peers.records import SCALES, Contest, Record, RecordFile
 from tests.bench.readme import COMPARED, with_section
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers"
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     where = runner.here(options.scale or ("full" if runner.has_gpu() else "small"))
     contests = chosen(options.only, where.scale)
-    book = Book.read(options.results / f"{slug(where.device)}.jsonl")
+    stored = RecordFile.read(options.results / f"{slug(where.device)}.jsonl")
     if options.fresh:
-        book.forget([each.name for each in contests], where.scale)
-    remaining = runner.run_all(contests, where, book, say, minutes=options.minutes)
+        stored.forget([each.name for each in contests], where.scale)
+    remaining = runner.run_all(contests, where, stored, say, minutes=options.minutes)
     if not remaining:
-        book.tidy()
-        say(f"complete: {book.path}; --page writes {COMPARED.name}'s section and {PAGE.name}")
+        stored.tidy()
+        say(f"complete: {stored.path}; --page writes {COMPARED.name}'s section and {PAGE.name}")
 
 
 def chosen(names: Sequence[str] | None, scale: str) -> list[Contest]:
@@ -75,7 +75,7 @@ def chosen(names: Sequence[str] | None, scale: str) -> list[Contest]:
 
 def records_in(folder: Path) -> list[Record]:
     """All records, of all devices."""
-    return [record for path in sorted(folder.glob("*.jsonl")) for record in Book.read(path).records]
+    return [record for path in sorted(folder.glob("*.jsonl")) for record in RecordFile.read(path).records]
 
 
 def write(found: Sequence[page.Sheet]) -> None:

@@ -167,7 +167,7 @@ def _measured(read: dict[str, Any]) -> Measured:
 
 
 @dataclass
-class Book:
+class RecordFile:
     """Records in a file, one line each, appended as they are made.
 
     Args:
@@ -183,15 +183,15 @@ class Book:
     damaged: int = 0
 
     @classmethod
-    def read(cls, path: Path) -> Book:
+    def read(cls, path: Path) -> RecordFile:
         """Read a file; a line that is broken off is counted and left out."""
-        book = cls(path)
+        stored = cls(path)
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
-                book.records.append(Record.from_json(line))
+                stored.records.append(Record.from_json(line))
             except (ValueError, KeyError, TypeError):
-                book.damaged += 1
-        return book
+                stored.damaged += 1
+        return stored
 
     def add(self, record: Record) -> None:
         """Append a record, on a line of its own whatever stands before it."""

@@ -20,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.bench.peers.records import Book, Contest, Contestant, Key, Measured, Record, Status, key_text, not_run
+from tests.bench.peers.records import Contest, Contestant, Key, Measured, Record, RecordFile, Status, key_text, not_run
 
 ROOT = Path(__file__).parents[3]
 ROUNDS = {"tiny": 1, "small": 3, "full": 3}
@@ -119,13 +119,15 @@ def why_not(turn: Turn, where: Here) -> str:
     return ""
 
 
-def run_all(contests: Sequence[Contest], where: Here, book: Book, say: Say, *, minutes: float | None = None) -> int:
+def run_all(
+    contests: Sequence[Contest], where: Here, stored: RecordFile, say: Say, *, minutes: float | None = None
+) -> int:
     """Run what has not been run yet.
 
     Args:
         contests: which, in order.
         where: this machine.
-        book: what has been done; every result is added as it is made.
+        stored: what has been done; every result is added as it is made.
         say: told a line before each turn.
         minutes: end before this time is over, rather than begin a turn that may not.
 
@@ -133,39 +135,41 @@ def run_all(contests: Sequence[Contest], where: Here, book: Book, say: Say, *, m
         How many turns remain.
     """
     began, all_turns = time.monotonic(), turns(contests, where)
-    if book.damaged:
-        say(f"{book.path.name}: {book.damaged} line(s) broken off in the middle are left out")
-    done = book.done()
+    if stored.damaged:
+        say(f"{stored.path.name}: {stored.damaged} line(s) broken off in the middle are left out")
+    done = stored.done()
     waiting = [turn for turn in all_turns if key_text(turn.key) not in done]
     if len(waiting) < len(all_turns):
         say(f"{len(all_turns) - len(waiting)} of {len(all_turns)} runs are there already; going on with the rest")
     process = Fresh(where) if where.has_gpu else Forked(where)
     with closing(process):
-        return _take_all(waiting, where, book, process, say, began + minutes * 60 if minutes is not None else math.inf)
+        return _take_all(
+            waiting, where, stored, process, say, began + minutes * 60 if minutes is not None else math.inf
+        )
 
 
 def _take_all(
-    waiting: Sequence[Turn], where: Here, book: Book, process: Fresh | Forked, say: Say, deadline: float
+    waiting: Sequence[Turn], where: Here, stored: RecordFile, process: Fresh | Forked, say: Say, deadline: float
 ) -> int:
     """Take turns until one may not end in time; returns how many remain."""
     for number, turn in enumerate(waiting):
         remaining = len(waiting) - number
-        if time.monotonic() + _longest(book, turn) > deadline:
+        if time.monotonic() + _longest(stored, turn) > deadline:
             say(f"stopped before time is over: {remaining} runs remain; the same command goes on with them")
             return remaining
         say(f"{turn.contest.name}: {turn.contestant.name}, round {turn.key.round + 1} ({remaining} to go)")
         record = take(turn, where, process)
-        book.add(record)
+        stored.add(record)
         if record.status is not Status.MEASURED:
             say(f"  {record.status}: {record.reason}")
     return 0
 
 
-def _longest(book: Book, turn: Turn) -> float:
+def _longest(stored: RecordFile, turn: Turn) -> float:
     """How long such a turn may take: what this one took before, else half of what it is allowed."""
     before = [
         each.wall_seconds
-        for each in book.records
+        for each in stored.records
         if (each.key.contest, each.key.contestant, each.key.scale)
         == (turn.key.contest, turn.key.contestant, turn.key.scale)
     ]

@@ -17,7 +17,7 @@ from tests.bench.peers import runner
 from tests.bench.peers.__main__ import chosen, main, records_in
 from tests.bench.peers.contests import BY_NAME, CONTESTS
 from tests.bench.peers.loops import by_hand
-from tests.bench.peers.records import Book, Contest, Contestant, Measured, Record, Status
+from tests.bench.peers.records import Contest, Contestant, Measured, Record, RecordFile, Status
 from tests.bench.peers.runner import Here, Turn, run_all, turns
 from tests.bench.peers.watching import Job, living_tensors
 
@@ -98,23 +98,23 @@ def test_a_run_that_is_killed_goes_on_where_it_stopped(tmp_path: Path, monkeypat
 
 def test_other_code_and_other_versions_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "take", lambda turn, where, process: Record(turn.key, "2026-01-02", Status.MEASURED))
-    book, contests = Book(tmp_path / "cpu.jsonl"), [BY_NAME["checkpointing"]]
+    stored, contests = RecordFile(tmp_path / "cpu.jsonl"), [BY_NAME["checkpointing"]]
     for code, expected in (("one", 2), ("one", 2), ("two", 4)):
-        run_all(contests, Here("tiny", "cpu", has_gpu=False, code=code), book, lambda line: None)
-        assert len(book.records) == expected
+        run_all(contests, Here("tiny", "cpu", has_gpu=False, code=code), stored, lambda line: None)
+        assert len(stored.records) == expected
     monkeypatch.setattr(runner, "version_of", lambda package: "9.9")
-    run_all(contests, Here("tiny", "cpu", has_gpu=False, code="two"), book, lambda line: None)
-    assert len(book.records) == 6
+    run_all(contests, Here("tiny", "cpu", has_gpu=False, code="two"), stored, lambda line: None)
+    assert len(stored.records) == 6
 
 
 def test_it_stops_before_its_minutes_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    book = Book(tmp_path / "cpu.jsonl")
-    remaining = run_all([BY_NAME["checkpointing"]], HERE, book, said.append, minutes=0.5)
+    stored = RecordFile(tmp_path / "cpu.jsonl")
+    remaining = run_all([BY_NAME["checkpointing"]], HERE, stored, said.append, minutes=0.5)
     # a contestant may take two minutes at this scale, half of which it is expected to
     assert remaining == 2
     assert said == ["stopped before time is over: 2 runs remain; the same command goes on with them"]
-    assert book.records == []
+    assert stored.records == []
 
 
 @pytest.mark.few(0, full=0)

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.peers.records import MEMORY, TIME, Book, Contest, Contestant, Key, Measured, Record, Status, newest
+from tests.bench.peers.records import (
+    MEMORY,
+    TIME,
+    Contest,
+    Contestant,
+    Key,
+    Measured,
+    Record,
+    RecordFile,
+    Status,
+    newest,
+)
 from tests.bench.peers.verdicts import Pairing, Ratio, Verdict, pairings
 
 FOLDER = Path(__file__).parent
@@ -100,35 +111,35 @@ def test_only_the_newest_code_counts_and_of_it_the_last_run() -> None:
 
 def test_a_book_reads_what_it_wrote_and_survives_a_line_that_is_broken_off(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "cpu.jsonl"
-    book = Book.read(path)
-    assert book.records == []
-    book.add(record())
+    stored = RecordFile.read(path)
+    assert stored.records == []
+    stored.add(record())
     with path.open("a") as file:
         file.write(record("peer").to_json()[:40])
-    again = Book.read(path)
+    again = RecordFile.read(path)
     assert (again.records, again.damaged) == ([record()], 1)
     again.add(record("peer"))
-    assert Book.read(path).records == [record(), record("peer")]
+    assert RecordFile.read(path).records == [record(), record("peer")]
 
 
 def test_what_failed_is_tried_again(tmp_path: Path) -> None:
-    book = Book(tmp_path / "cpu.jsonl")
-    book.add(Record(record().key, "2026-01-02", Status.FAILED, "exit status 1"))
-    assert book.done() == set()
-    book.add(record())
-    assert len(book.done()) == 1
+    stored = RecordFile(tmp_path / "cpu.jsonl")
+    stored.add(Record(record().key, "2026-01-02", Status.FAILED, "exit status 1"))
+    assert stored.done() == set()
+    stored.add(record())
+    assert len(stored.done()) == 1
 
 
 def test_forgetting_and_tidying_rewrite_the_file(tmp_path: Path) -> None:
-    book = Book(tmp_path / "cpu.jsonl")
+    stored = RecordFile(tmp_path / "cpu.jsonl")
     for each in (record(code="old"), record(), record("peer")):
-        book.add(each)
-    book.tidy()
-    assert Book.read(book.path).records == [record(), record("peer")]
-    book.forget(["work"], "small")
-    assert len(book.records) == 2
-    book.forget(["work"], "tiny")
-    assert Book.read(book.path).records == []
+        stored.add(each)
+    stored.tidy()
+    assert RecordFile.read(stored.path).records == [record(), record("peer")]
+    stored.forget(["work"], "small")
+    assert len(stored.records) == 2
+    stored.forget(["work"], "tiny")
+    assert RecordFile.read(stored.path).records == []
 
 
 @pytest.mark.parametrize("name", ["records", "verdicts", "page", "picture", "causes"])
