@@ -106,7 +106,7 @@ class _Kind:
 
 
 class CallMeter:
-    """Is told of calls on the thread that makes them, one at a time."""
+    """Measures calls on the thread that makes them, one at a time."""
 
     def __init__(self, device: Device, held: Callable[[], Iterable[Holding]], shape: CacheShape | None) -> None:
         self.device = device

@@ -139,7 +139,7 @@ def beside(what: str, say: Callable[[str], None] = tell) -> Iterator[None]:
 
 
 class CellErrors(Observer):
-    """What memlab has refused in a cell, in any of its models, and what of its own has failed there."""
+    """Refusals in a cell, in any of its models, and failures of memlab itself there."""
 
     def __init__(self, *, needs_plan: bool) -> None:
         self.needs_plan = needs_plan  # whether the cell asked for a plan, and must not train without it

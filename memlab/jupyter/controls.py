@@ -163,7 +163,7 @@ class Controls:
 
 
 def _reasons(can: Can, moment: Moment) -> dict[str, str | None]:
-    """Why each button is greyed out, empty where that is plain; None for one that can be pressed."""
+    """Reasons why buttons are greyed out, empty where they are plain; None for a button that can be pressed."""
     unknown = _NEEDS_BATCH if Can.UNDO in can and Can.CANCEL not in can else ""
     run = None if Can.RUN in can else NEEDS_LOSS if Can.PREDICT in can else unknown
     return {

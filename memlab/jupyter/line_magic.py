@@ -37,7 +37,7 @@ Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ablation
 
 
 class LineMagic:
-    """Does what a line says."""
+    """Runs the command that a line names."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._notebook = notebook

@@ -36,7 +36,7 @@ Work = Callable[[], None]
 
 
 class MainThread(Stage):
-    """Does work on the main thread of a shell, when no cell runs there."""
+    """Runs work on the main thread of a shell, when no cell runs there."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell

@@ -187,7 +187,7 @@ class Panels:
 
     @property
     def controls(self) -> list[Control]:
-        """What steers the live runs that panels are open on."""
+        """Controls of the live runs that panels are open on."""
         sources = [each.source for each in self._open.values() if isinstance(each, Panel)]
         return [each for each in sources if isinstance(each, Control)]
 

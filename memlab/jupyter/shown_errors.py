@@ -1,4 +1,4 @@
-"""How errors are shown in cells.
+"""Errors as cells show them.
 
 1. What the model itself raises, a Ctrl-C among it, comes through memlab on its way to the cell. Those frames are left out.
    Where what memlab raises itself is not one of its errors they stay.

@@ -42,7 +42,7 @@ class LiveLoop:
 
     @property
     def together(self) -> list[LiveLoop]:
-        """This one, and those of the other models of the loop."""
+        """Loops of all models that train together, this one first."""
         session = self.model.session
         companions = session.companions if session is not None else ()
         others = (self._loop_of(each.workload.model) for each in companions)
@@ -61,7 +61,7 @@ class LiveLoop:
         return Can.SWITCH | Can.CANCEL | Can.UNDO | paused
 
     def join(self, first: LiveLoop) -> None:
-        """Be held and ended together with the loop of another model, which trains this one as well."""
+        """Share pauses and the end with the loop of another model, which trains this one as well."""
         self.hold, self.is_beside = first.hold, True
 
     def end(self) -> None:

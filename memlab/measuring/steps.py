@@ -34,7 +34,7 @@ from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
 from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
-from memlab.session.tape import Recorder, Tape
+from memlab.session.tape import StepRecorder, Tape
 
 # shorter steps are told of in part: at first twenty, then a few of each fifty
 _SHORT_SECONDS = 0.004
@@ -72,7 +72,7 @@ class Meter(Observer):
         self._in_step = False
         self.records = False  # whether a step of the loop is recorded
         self.tape: Tape | None = None  # that step; None as long as none was
-        self._recorder: Recorder | None = None
+        self._recorder: StepRecorder | None = None
 
     # -- what was measured ---------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Meter(Observer):
             self.tape, self._recorder = self.tape if is_void else found or self.tape, None
             self.records = found is not None  # compiled code stays in the way
         elif self.records and self._is_due() and (self.tape is None or self.tape.rows < step.samples):
-            self._recorder = Recorder(self._models.all, self._models.optimizers)
+            self._recorder = StepRecorder(self._models.all, self._models.optimizers)
             self._recorder.begin()
 
     def _stop_recording(self) -> None:

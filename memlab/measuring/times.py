@@ -41,7 +41,7 @@ _LOOK_SECONDS = 0.1
 Peaks = tuple[int | None, int | None]
 
 
-class Waiting:
+class ProcessorWait:
     """The share of the time for which the thread that calls `look` waited for a processor.
 
     Waiting for data, for files, for a GPU or in a pause is not counted: the thread is not ready then.
@@ -139,7 +139,7 @@ class Period:
     steps: int = 0
     observed_from: int = 0
     largest: int = 0  # elements of the largest batch that was observed
-    waiting: Waiting = field(default_factory=Waiting)
+    waiting: ProcessorWait = field(default_factory=ProcessorWait)
     host_bytes: int = 0
     driver_bytes: int | None = None
     peaks: Peaks = (None, None)

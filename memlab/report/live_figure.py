@@ -139,7 +139,7 @@ def _is_near(sheet: Sheet) -> bool:
 
 
 def _budget_names(sheet: Sheet, mapped: Chart) -> list[dict[str, Any]]:
-    """On a ground of its own, since it may stand on memory."""
+    """Names of budgets, on a ground of their own, since they may stand on memory."""
     if sheet.budget_bytes is None:
         return []
     chip = {"text": f"budget {format_bytes(sheet.budget_bytes)}", "bgcolor": _CHIP, "borderpad": 1,
@@ -153,7 +153,7 @@ def _budget_names(sheet: Sheet, mapped: Chart) -> list[dict[str, Any]]:
 
 
 def _titles(sheet: Sheet, mapped: Chart) -> list[dict[str, Any]]:
-    """Over every picture its title, and below that what its marks mean."""
+    """Titles over the pictures, and below each what its marks mean."""
     changes = "dotted: the setting was changed" if sheet.stacks else ""
     if sheet.stacks and sheet.budget_bytes and not _is_near(sheet):
         changes += f"; budget {format_bytes(sheet.budget_bytes)} is far above"

@@ -60,7 +60,7 @@ def _bar_names(sheet: Sheet) -> dict[str, Any]:
 
 
 def _bar_speeds(sheet: Sheet) -> dict[str, Any]:
-    """What the bars stand for, where their whiskers end; how they were timed is in the table."""
+    """Speeds that the bars stand for, and where their whiskers end; how they were timed is in the table."""
     texts = [f"&nbsp; {_bar_speed(each, sheet.settings[0])}" for each in sheet.settings]
     ends = [each.per_second * (1 + finite(each.measurement.spread)) for each in sheet.settings]
     return _bar_words(ends, list(range(len(texts))), texts)

@@ -221,7 +221,7 @@ def _memory_scale(axis: _Axis) -> str:
 
 
 def _ticks(most: float, count: int) -> list[float]:
-    """At most so many round numbers up to `most`, evenly spaced.
+    """Return at most so many round numbers up to `most`, evenly spaced.
 
     Example:
         >>> _ticks(11.4, 3), _ticks(0.93, 2)

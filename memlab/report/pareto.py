@@ -173,7 +173,7 @@ def _trial(measurement: Measurement, predicted: Point | None, found: str) -> Tri
 
 
 def _thinned(predictions: Sequence[Prediction], kept: set[str]) -> list[Prediction]:
-    """At most `MOST_POINTS`: those that are kept, and an even sample of the others."""
+    """Return at most `MOST_POINTS`: those that are kept, and an even sample of the others."""
     others = [each for each in predictions if each.plan not in kept]
     room = MOST_POINTS - (len(predictions) - len(others))
     if len(others) <= room:

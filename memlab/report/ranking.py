@@ -139,7 +139,7 @@ def _by_verdict(prediction: Prediction, budget_bytes: int) -> tuple[int, float, 
 
 
 def _spread(predictions: Sequence[Prediction], most: int) -> list[Prediction]:
-    """At most so many of them, both ends included."""
+    """Return at most so many of them, both ends included."""
     if len(predictions) <= most:
         return list(predictions)
     return [predictions[round(i * (len(predictions) - 1) / (most - 1))] for i in range(most)]

@@ -179,7 +179,7 @@ class GuardedCall(RepeatableCall):
         return {path: g for path, g in zip(self._paths, outer, strict=True) if g is not None}
 
     def _gradients(self, wanted: Mapping[Path, torch.Tensor]) -> list[torch.Tensor | None]:
-        """Those of the inputs; those of the parameters gather."""
+        """Return gradients of the inputs; those of the parameters gather."""
         self._calls.backward_begins()
         keep = self._calls.keeps_graph()
         self._backward_began = None
@@ -237,7 +237,7 @@ class GuardedCall(RepeatableCall):
         return _taken(inputs)
 
     def _batched(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Those of several backward passes gather on no tensor."""
+        """Return gradients of several backward passes, which gather on no tensor."""
         wanted = self._wanted(outer)
         if self._graph is None:
             self._run_again(wanted)

@@ -188,7 +188,7 @@ class RepeatableCall:
     def _own(
         self, inner: Mapping[int, torch.Tensor], found: Mapping[KeptTensor, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """By `id` of what the model saw in their places: weights, arguments and tensors of the state, which are the loop's own."""
+        """Return weights, arguments and tensors of the state, which are the loop's own, by `id` of what the model saw in their places."""
         arguments = {id(inner[id(leaf)]): leaf for leaf in self._leaves if id(leaf) in inner}
         pairs = zip(self._found.originals, found.values(), strict=True)
         # what is written to in place is another tensor from then on

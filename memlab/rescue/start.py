@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.aliases import Storage, put_back, version_of
 from memlab.runtime.model_state import KeptTensor, State, Written
-from memlab.runtime.modules import Members
+from memlab.runtime.modules import ModuleMembers
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.rng import Randomness, RandomState
 from memlab.runtime.touch import own_class
@@ -53,7 +53,7 @@ class Start:
         self._model, self._device = model, device
         self._graphs: list[torch.Tensor | None] = []
         own = [*model.modules()]
-        self._members = Members(own)
+        self._members = ModuleMembers(own)
         self._state = None if objects is None else State.of_model(model, device, objects, _written)
         if self._state is not None:
             self._copy_lasting(self._state)

@@ -16,7 +16,7 @@ import torch
 from memlab.runtime.callers import is_memlab_code
 from memlab.runtime.homes import home_of, is_at_rest, rests
 from memlab.runtime.lifetimes import is_shared
-from memlab.runtime.touch import Watched, uses_values
+from memlab.runtime.touch import WatchedTensors, uses_values
 from memlab.runtime.tree import flatten, in_leaves
 
 ASK_FOR_THE_DEVICE = (
@@ -26,7 +26,7 @@ ASK_FOR_THE_DEVICE = (
 )
 
 
-class _Away(Watched):
+class _Away(WatchedTensors):
     def _asked(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:

@@ -1,4 +1,4 @@
-"""Whose code it is that asks something of an object of the user's."""
+"""The code that asks something of an object of the user's: memlab's, a library's or the user's."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Variable(Container):
     _unset: contextvars.Token[Any] | None = None  # takes the value away again
 
 
-class Gradients(Container):
+class ParameterGradients(Container):
     """Gradients of parameters that a forward trains by itself."""
 
     def read(self) -> Items:
@@ -382,7 +382,7 @@ class _Whole(Container):
         """Return whether it holds something else."""
 
 
-class Members(_Whole):
+class SetMembers(_Whole):
     """Members of a set."""
 
     kind = "set"

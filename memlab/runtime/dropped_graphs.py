@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.runtime.containers import Container, Mapping, Members, Sequence, Slots
+from memlab.runtime.containers import Container, Mapping, Sequence, SetMembers, Slots
 
 # states that graphs hold, with other records of the same run and how many calls they have outlived
 _held: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], list[int]]] = weakref.WeakKeyDictionary()
@@ -60,7 +60,7 @@ def free_dropped_graphs() -> None:
 
 def _object(container: Container) -> Any:
     """Return what a container belongs to; None where that is not to be told."""
-    if type(container) in (Mapping, Sequence, Members):
+    if type(container) in (Mapping, Sequence, SetMembers):
         return container.held.owner if isinstance(container.held, Slots) else container.held
     return None
 

@@ -38,7 +38,7 @@ def is_due(number: int) -> bool:
 
 @dataclass
 class Fingerprint:
-    """What a tensor holds, in two numbers: its sum and its norm."""
+    """Values of a tensor in two numbers: its sum and its norm."""
 
     _numbers: list[float] | torch.Tensor  # on a GPU until they are asked for: reading them has the host wait
     tolerance: float  # relative to the norm
@@ -144,7 +144,7 @@ def other_results(field: str, name: str, instead: str = "use --offload activatio
 
 
 class Saved:
-    """What torch compares of a tensor that a part saves in its first run with the tensor that it saves when it runs again.
+    """Facts of a tensor that a part saves: torch compares those of its first run with those when it runs again.
 
     Values are compared where a gradient passes: what has none may be statistics, which are updated once.
 

@@ -83,7 +83,7 @@ class LazyTensor(torch.Tensor):
         return self._value
 
     def follow(self, origin: LazyTensor, how: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Be computed from the value of another one, so that what is written to one is seen in the other."""
+        """Take the value from that of another one, so that what is written to one is seen in the other."""
         self._origin, self._compute = origin, how
         origin._first._family.append(weakref.ref(self))
         return self

@@ -356,7 +356,7 @@ class _Parameters(Mapping):
 
 
 class _Trains(Mapping):
-    """Which of a module's parameters train: a loop may freeze some for a call, or after it."""
+    """Flags of a module's parameters that train: a loop may freeze some for a call, or after it."""
 
     def read(self) -> Items:
         parameters = self.held.items()

@@ -115,13 +115,13 @@ class ParameterHooks:
         return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
 
 
-class Members:
+class ModuleMembers:
     """Parts and parameters that modules have at one moment, to take away those that a forward pass makes.
 
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2))
-        >>> members = Members([*model.modules()])
+        >>> members = ModuleMembers([*model.modules()])
         >>> model.append(nn.Linear(2, 2)).scale = nn.Parameter(torch.ones(2))
         >>> members.take_away_others()
         >>> len(model), [*model._parameters]

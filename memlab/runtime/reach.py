@@ -235,7 +235,7 @@ class Walk(ABC):
             self._places(value, name, depth)
         elif isinstance(value, set):
             if self._is_new(value):
-                self.met(containers.Members(value, _always(name)))
+                self.met(containers.SetMembers(value, _always(name)))
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(value, name, depth)
         elif is_generator(value):
@@ -285,7 +285,7 @@ class Walk(ABC):
         state = of_state(optimizer.state, _always(f"{name}.state"))
         self._items(self.met(state).items(), state.name, depth)
         if not is_loops:
-            gradients = containers.Gradients(parameters, _always(f"gradients of {name}"))
+            gradients = containers.ParameterGradients(parameters, _always(f"gradients of {name}"))
             self._items(self.met(gradients).items(), gradients.name, depth)
             # of modules they are met with these
             bare = [parameter for parameter in parameters if not isinstance(parameter, nn.Parameter)]

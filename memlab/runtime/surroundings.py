@@ -28,7 +28,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back, same_values
 from memlab.runtime.containers import Container, Effect, Items
 from memlab.runtime.dispatch import StorageWatch
-from memlab.runtime.modules import Members
+from memlab.runtime.modules import ModuleMembers
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
 _FIELD = "accumulation"
@@ -76,7 +76,7 @@ class Surroundings(Walk):
         self._without_buffers_of = without_buffers_of
         self._tensors: list[_Tensor] = []
         self._model = model
-        self._members = Members(own)
+        self._members = ModuleMembers(own)
         self._written: list[_Tensor] = []  # weights that train, where runs under `writing` have written to them
         self._glances: list[Any] = []  # of the containers, which seldom change
         self._registered: list[ModuleHooks] = []  # as the first run that changed them left them
@@ -265,7 +265,7 @@ class _Tensor:
 
     @property
     def before(self) -> Any:
-        """Its values before; None where it has been written to and there is no copy."""
+        """Return its values before; None where it has been written to and there is no copy."""
         if self._copy is None:
             return self._storage.values if self._storage.is_another else None
         return self._copy.to(self.tensor.device)

@@ -70,7 +70,7 @@ _GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _Values = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id: tensors, and what they are in the user's form
 
 
-class Watched(ABC):
+class WatchedTensors(ABC):
     """Tensors with a class under which torch asks before any of its functions is run on them."""
 
     def __init__(self, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
@@ -143,7 +143,7 @@ class Watched(ABC):
         return all(kind in self._classes or kind in self._classes.values() for kind in types)
 
 
-class Touch(Watched):
+class Touch(WatchedTensors):
     """Runs functions that read or write some tensors on their values in the user's form.
 
     Example:

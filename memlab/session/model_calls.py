@@ -144,7 +144,7 @@ class ModelCalls:
             start.begin_again()
 
     def _start(self) -> Start | None:
-        """What a call begins with; None where memory does not suffice for copies of it. The call then runs out as well, and is rescued."""
+        """Return what a call begins with; None where memory does not suffice for copies. The call then runs out as well, and is rescued."""
         workload = self._session.workload
         try:
             return Start(workload.model, workload.device)

@@ -299,7 +299,7 @@ def _parts_of_owned(roots: Iterable[Any]) -> Iterator[_Part]:
             yield _TensorTable(thing)
             waiting.extend(thing.values())
         elif isinstance(thing, set):
-            yield _Kept(containers.Members(thing))
+            yield _Kept(containers.SetMembers(thing))
         elif isinstance(thing, (list, deque)):
             yield _Kept(containers.Sequence(thing))
             waiting.extend(thing)

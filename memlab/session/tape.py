@@ -49,7 +49,7 @@ _MOST_BYTES, _MOST_BYTES_OF_ALL = 2**20, 2**22
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # recorders by the thread whose loop they follow
-_recorders: dict[int, Recorder] = {}
+_recorders: dict[int, StepRecorder] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,12 @@ class _Alive(weakref.ref[torch.Tensor]):
     key: int
 
 
-def recorder_here() -> Recorder | None:
+def recorder_here() -> StepRecorder | None:
     """Return what records the loop of this thread; None for nothing."""
     return _recorders.get(threading.get_ident()) if _recorders else None
 
 
-class Recorder(UncompiledMode):
+class StepRecorder(UncompiledMode):
     """Records one step of the loop on this thread, from `begin` to `finish`."""
 
     _is_on_top = True

@@ -12,7 +12,7 @@ from memlab.plan import Plan
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.batchnorm import MicroStatistics
 from memlab.techniques.base import Technique
-from memlab.techniques.checkpointing.checkpointing import Checkpointing
+from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from memlab.techniques.offload.activations import OffloadActivations
@@ -25,7 +25,7 @@ from memlab.techniques.tiling.tiling import Tiling
 
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tiling,
-    Checkpointing,
+    ActivationCheckpointing,
     ChunkedLoss,
     OptimizerConversion,
     PrecisionChoice,

@@ -22,7 +22,7 @@ from memlab.session.in_force import InForce
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
-from memlab.techniques.checkpointing.checkpointing import Checkpointing
+from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointing
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.spill import is_spilled
@@ -258,7 +258,7 @@ class TestShortOfMemory:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
             with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
-                patched.setattr(Checkpointing, "attach_model", fails)
+                patched.setattr(ActivationCheckpointing, "attach_model", fails)
                 session.switch("--checkpoint", now=True)
             assert len(tries) == 2
             assert parameters_and_moments() == offloaded

@@ -25,7 +25,7 @@ from memlab.predicting import predict
 from memlab.runtime.batch import Batch
 from memlab.session import in_force, session_of
 from memlab.session.snapshot import Snapshot
-from memlab.techniques.checkpointing.checkpointing import Checkpointing
+from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointing
 from memlab.trace.tracer import Tracer
 from memlab.trace.twin import Twin
 from tests.helpers.fingerprint import differing, fingerprint
@@ -365,15 +365,15 @@ def test_a_plan_that_fails_on_a_twin_is_taken_out_again_without_a_memory_of_what
     model = gpt2()
     twin = Twin(Workload(model, torch.optim.AdamW(model.parameters()), batch=ragged_batch())).workload
     before = [(dict(vars(module)), {**module._forward_pre_hooks}) for module in twin.model.modules()]
-    attach = Checkpointing.attach_model
+    attach = ActivationCheckpointing.attach_model
 
-    def fails(self: Checkpointing, workload: Workload, undo: Any) -> None:
+    def fails(self: ActivationCheckpointing, workload: Workload, undo: Any) -> None:
         attach(self, workload, undo)
         raise ValueError
 
     with fit(twin, "--checkpoint --bf16"):
         pass
-    monkeypatch.setattr(Checkpointing, "attach_model", fails)
+    monkeypatch.setattr(ActivationCheckpointing, "attach_model", fails)
     with pytest.raises(ValueError):
         fit(twin, "--checkpoint --bf16")
     assert [(dict(vars(module)), {**module._forward_pre_hooks}) for module in twin.model.modules()] == before

@@ -44,7 +44,7 @@ class _Calls:
 
 
 @dataclass
-class Asked:
+class JudgedCall:
     """A call, and what is known of it."""
 
     verdict: Verdict | tuple[()]  # a tuple where it is to be judged
@@ -55,7 +55,7 @@ class Asked:
 
     @property
     def starts(self) -> set[Any]:
-        """What was in the places that such calls write to, when they were judged."""
+        """Contents of the places that such calls write to, when they were judged."""
         return self._calls.starts
 
     def note_refusal(self, refusal: RefusalError) -> None:
@@ -77,7 +77,7 @@ class KnownVerdicts:
     def __init__(self) -> None:
         self._by_shape: dict[Shape, _Calls] = {}
 
-    def ask(self, shape: Shape, rows: int, grain: int) -> Asked:
+    def ask(self, shape: Shape, rows: int, grain: int) -> JudgedCall:
         """Return what is known of a call of so many rows, whose parts have a multiple of `grain` rows; it is counted."""
         calls = self._by_shape.setdefault(shape, _Calls())
         found = calls.known(grain)
@@ -85,12 +85,14 @@ class KnownVerdicts:
         is_new = rows not in calls.by_rows and len(calls.by_rows) < _MOST_ROWS_JUDGED
         found = calls.by_rows.setdefault(rows, None) or found
         if isinstance(found, SplitVerdict) and (is_new or calls.is_looked_at_again(found)):
-            return Asked((), found, rows, grain, calls)
-        return Asked(found, None, rows, grain, calls)
+            return JudgedCall((), found, rows, grain, calls)
+        return JudgedCall(found, None, rows, grain, calls)
 
-    def at(self, shape: Shape, asked: Asked) -> Asked:
+    def at(self, shape: Shape, asked: JudgedCall) -> JudgedCall:
         """Return the same call under a shape that is known by now."""
-        return Asked(asked.verdict, asked.before, asked.rows, asked.grain, self._by_shape.setdefault(shape, _Calls()))
+        return JudgedCall(
+            asked.verdict, asked.before, asked.rows, asked.grain, self._by_shape.setdefault(shape, _Calls())
+        )
 
     def forget(self, shape: Shape) -> None:
         """Have calls of a shape judged anew."""

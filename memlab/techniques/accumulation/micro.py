@@ -331,7 +331,7 @@ class MicroRun:
             raise unjudged(f"the forward pass {done}")
 
     def _before(self, micro_batch: Call) -> dict[int, torch.Tensor]:
-        """By `id`, what tensors that were there before a micro-batch are for the batch."""
+        """Return, by `id`, what tensors that were there before a micro-batch are for the batch."""
         found = {id(each): each for each in self._snapshot.tensors()} if self._snapshot is not None else {}
         found |= {id(alias): own for alias, own in zip(self._aliases.aliases, self._aliases.originals, strict=False)}
         whole = self._division.whole

@@ -41,7 +41,7 @@ LOW_DTYPES = frozenset(
 
 
 class Order(Enum):
-    """Which of the numbers that all rows have drawn are some rows' own."""
+    """Places of some rows' own numbers among those that all rows have drawn."""
 
     ROWS = "row by row"
     VIEWS = "view by view"  # of rows that are called several times together, as crops of an image

@@ -162,11 +162,11 @@ class Probe:
         raise RefusalError(_FIELD, reason, instead)
 
     def joins(self, call: Call) -> tuple[Join | None, ...]:
-        """For each output, where parts are joined; None for scalars and shared values."""
+        """Dimensions along which parts of each output are joined; None for scalars and shared values."""
         return self._joins.get(call.kind, ())
 
     def weights(self, call: Call, layout: Layout, parts: Sequence[Call]) -> dict[int, list[float]]:
-        """For each scalar output with a rule, the weight of each part's value in the batch's.
+        """Weights of the parts' values in the batch's, for each scalar output with a rule.
 
         Raises:
             RefusalError: no rule makes the parts' losses add up to the batch's.
@@ -238,7 +238,7 @@ class Probe:
     def _joins_of(
         self, layout: Layout, whole: Outputs, parts: list[Outputs], sizes: list[int]
     ) -> tuple[Join | None, ...] | None:
-        """For each output where it is joined; None where the parts do not make the whole."""
+        """Return where each output is joined; None where the parts do not make the whole."""
         joins: list[Join | None] = []
         if any(part.spec != whole.spec for part in parts):
             other = f"what {self._name} returns has another structure for some rows of a batch than for more"
@@ -438,7 +438,7 @@ def _alike(outputs: Sequence[Outputs]) -> bool:
 def _weightings(
     rules: Mapping[int, list[LossRule]], parts: Sequence[Call], layout: Layout
 ) -> dict[int, list[list[float]]]:
-    """For each output that rules hold for, the weights by each of them."""
+    """Return the weights by each rule, for each output that rules hold for."""
     weightings = iter(weights_by([rule for each in rules.values() for rule in each], parts, layout))
     return {position: [next(weightings) for _ in each] for position, each in rules.items()}
 

@@ -80,7 +80,7 @@ class Budget:
 
     @contextmanager
     def applied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Budget]:
-        """For one training forward of the model: recompute what was chosen, or see what there is to choose from."""
+        """Recompute what was chosen in one training forward of the model, or see what there is to choose from."""
         shape = _shape_of(args, kwargs)
         self._now = self._choice_for(shape)
         self._measured = _Blocks() if self._now is None else None

@@ -50,7 +50,7 @@ from memlab.units import format_bytes
 _LEAST_IN_BLOCKS = 0.5
 
 
-class Checkpointing(Technique):
+class ActivationCheckpointing(Technique):
     """Recompute activations in the backward pass: those of repeated blocks, or of parts of a model that repeats none.
 
     Known limitations: what a part reads and changes outside of its modules, its arguments and the usual random states (a

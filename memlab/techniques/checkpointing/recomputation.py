@@ -47,8 +47,8 @@ def contexts(
     return nullcontext(), _Recomputation(block, nullcontext() if inside is None else inside)
 
 
-class Comparison:
-    """Whether a part gives, when it runs again, what its first run gave.
+class RecomputationCheck:
+    """Check that a part gives, when it runs again, what its first run gave.
 
     Args:
         number: of the run, from one.

@@ -30,8 +30,8 @@ from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
-from memlab.techniques.checkpointing.observers import Observers
-from memlab.techniques.checkpointing.recomputation import Comparison, contexts
+from memlab.techniques.checkpointing.part_hooks import PartHooks
+from memlab.techniques.checkpointing.recomputation import RecomputationCheck, contexts
 from memlab.techniques.checkpointing.selective import Products
 
 _running = threading.local()
@@ -92,7 +92,7 @@ class Run:
         modules = part.modules
         self.device = _device(self.inputs, modules)
         self._state = State(modules, self._others, part.written, self.device, frozen=not part.is_watched)
-        self._observers = Observers(part.hooked, part.hooks_that_take_part)
+        self._observers = PartHooks(part.hooked, part.hooks_that_take_part)
         self.under_way = hooks.calls_under_way()
         self.settings = CallSettings()
         held_by_graph(self._state, self._others, self.settings.variables)
@@ -264,7 +264,7 @@ def recomputed(
         products = Products() if selective else None
         block = part.owner if part.span is None else None
         part.runs += 1
-        comparison = Comparison(part.runs, "checkpointing", part.name)
+        comparison = RecomputationCheck(part.runs, "checkpointing", part.name)
         body = comparison.twice(*_runs(run, call, given, products))
         saved = run.saved(watched=watched)
         try:

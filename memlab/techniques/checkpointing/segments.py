@@ -157,7 +157,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Segment:
+class CheckpointSegment:
     """A part that may be chosen."""
 
     owner: nn.Module  # the module whose forward is replaced
@@ -171,7 +171,7 @@ class Segment:
 class Segmentation:
     """Parts to recompute."""
 
-    segments: tuple[Segment, ...]  # in the order in which they run
+    segments: tuple[CheckpointSegment, ...]  # in the order in which they run
     kept_bytes: int  # between them
     all_bytes: int  # that are kept where nothing is recomputed
 
@@ -236,7 +236,7 @@ class _Cut:
     def __init__(self, limit: int, least: float) -> None:
         self._limit, self._least = limit, least
 
-    def within(self, node: Node) -> tuple[int, list[Segment]]:
+    def within(self, node: Node) -> tuple[int, list[CheckpointSegment]]:
         """Return what is kept within a node whose own call is not recomputed, and its segments."""
         if _is_run(node):
             return self._run(node)
@@ -247,16 +247,16 @@ class _Cut:
             segments += found
         return kept, segments
 
-    def _of(self, node: Node) -> tuple[int, list[Segment]]:
+    def _of(self, node: Node) -> tuple[int, list[CheckpointSegment]]:
         freed = node.all_bytes
         if self._least <= freed <= self._limit and node.may_be_part and not node.writes:
-            return 0, [Segment(node.module, None, freed, _cost(node), node.inputs)]
+            return 0, [CheckpointSegment(node.module, None, freed, _cost(node), node.inputs)]
         return self.within(node)
 
-    def _run(self, node: Node) -> tuple[int, list[Segment]]:
+    def _run(self, node: Node) -> tuple[int, list[CheckpointSegment]]:
         children, sizes = node.children, _run_sizes(node)
         # from the end: the least that children from a place on keep
-        best: list[tuple[int, list[Segment]]] = [(0, [])]
+        best: list[tuple[int, list[CheckpointSegment]]] = [(0, [])]
         for start in range(len(children) - 1, -1, -1):
             first = children[start]
             came_in = first.input_key is None or first.input_key in node.inputs
@@ -276,7 +276,7 @@ class _Cut:
                     after, segments = best[-count]
                     if freed >= self._least and entering + after < found[0]:
                         cost = sum(_cost(child) for child in run)
-                        segment = Segment(node.module, (start, start + count), freed, cost, first.inputs)
+                        segment = CheckpointSegment(node.module, (start, start + count), freed, cost, first.inputs)
                         found = (entering + after, [segment, *segments])
             best.append(found)
         return best[-1]

@@ -20,7 +20,7 @@ OfRows = Callable[..., torch.Tensor]
 
 
 class _InTiles:
-    """How many losses were computed in tiles."""
+    """Number of losses that were computed in tiles."""
 
     count = 0
 

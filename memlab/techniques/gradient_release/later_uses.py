@@ -1,4 +1,4 @@
-"""What a running loop's code will do with gradients, read from the code before it is done.
+"""Uses of gradients in a running loop's code, found before they happen.
 
 Known limitations: those of `loop_reading`. What is called like torch's functions that read gradients is taken for one.
 """

@@ -77,7 +77,7 @@ class _Stored:
 
     @property
     def resident(self) -> torch.Tensor | None:
-        """Its bytes on the device, as long as a tensor made of them is in use."""
+        """Return its bytes on the device, as long as a tensor made of them is in use."""
         used = None if self._used is None else self._used()
         if used is None or self._fake is None:
             return None if used is None else _bytes_in(used)

@@ -55,12 +55,12 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 # --- copies ---------------------------------------------------------------------------------------
 
 
-class Link:
+class ParameterCopies:
     """Copies between a device and where parameters rest, in streams of their own: their tickets may be dropped at any time.
 
     Example:
         >>> stored = torch.arange(3.0)
-        >>> Link(stored.device).fetch(stored).wait()
+        >>> ParameterCopies(stored.device).fetch(stored).wait()
         tensor([0., 1., 2.])
     """
 
@@ -122,7 +122,7 @@ class _Guest:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Whose values a storage on the device holds."""
+    """The parameter whose values a storage on the device holds."""
 
     stored: torch.Tensor  # the same at rest
     dtype: torch.dtype
@@ -140,7 +140,7 @@ class _Saved:
         self.arrival: Ticket | None = None
         self._geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def restored(self, link: Link) -> torch.Tensor:
+    def restored(self, link: ParameterCopies) -> torch.Tensor:
         arrival, self.arrival = self.arrival or link.fetch(self.stored), None
         copy = arrival.wait()
         with torch.no_grad():
@@ -153,7 +153,7 @@ class BlockStreaming:
     Example:
         >>> from memlab.plan import Tier
         >>> block, streaming = nn.Linear(2, 2), None
-        >>> streaming = BlockStreaming([block], Link(block.weight.device), Spill(Tier.DISK))
+        >>> streaming = BlockStreaming([block], ParameterCopies(block.weight.device), Spill(Tier.DISK))
         >>> streaming.send_away(block.weight)
         >>> resting = block.weight.data_ptr()
         >>> with streaming.in_use(block):
@@ -166,7 +166,7 @@ class BlockStreaming:
     def __init__(
         self,
         blocks: Sequence[nn.Module],  # in the order in which a forward pass runs them
-        link: Link,  # to the device they are used on
+        link: ParameterCopies,  # to the device they are used on
         spill: Spill,  # where they rest
         # called with each parameter that a block uses while gradients are recorded
         on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,

@@ -24,7 +24,7 @@ from torch import nn
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
 from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
-from memlab.runtime.touch import SET_DATA, SET_GRAD, Watched, uses_values
+from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values
 from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
 
 Parameter = nn.Parameter
@@ -32,7 +32,7 @@ Parameter = nn.Parameter
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-class Lending(Watched):
+class Lending(WatchedTensors):
     """Lends parameters at rest to the loop's own code.
 
     Args:

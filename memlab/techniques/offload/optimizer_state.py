@@ -237,7 +237,7 @@ class OffloadOptimizer(Offload):
             self.update_on_host(optimizer)
 
     def update_on_host(self, optimizer: Optimizer) -> None:
-        """From now on update this optimizer's parameters on the host, whatever the link.
+        """Update this optimizer's parameters on the host from now on, whatever the link.
 
         Args:
             optimizer: torch's Adam or AdamW over parameters in fp32.

@@ -51,7 +51,7 @@ from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Stat
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
-    Link,
+    ParameterCopies,
     fills_its_storage,
     slots_of,
 )
@@ -168,7 +168,7 @@ class OffloadParams(Offload):
                 f"{len(movable) - len(parameters)} of {len(movable)} weights stay where they are: the loop holds their values ({_HELD})"
             )
         self._parameters = parameters
-        link = Link(parameters[0].device)
+        link = ParameterCopies(parameters[0].device)
         self._spill = Spill(self._tier(workload.device))
         self._gradients = _Gradients(self._spill, link)
         self._streaming = BlockStreaming(blocks, link, self._spill, self._gradients.watch)
@@ -323,7 +323,7 @@ class OffloadParams(Offload):
 class _Visit:
     """A parameter and its gradient, on the device for an update."""
 
-    def __init__(self, parameter: Parameter, stored: torch.Tensor, link: Link, *, updates: bool) -> None:
+    def __init__(self, parameter: Parameter, stored: torch.Tensor, link: ParameterCopies, *, updates: bool) -> None:
         self._parameter, self._stored, self._link = parameter, stored, link
         self._updates = updates
         self._gradient = self._kept = gradient = parameter.grad
@@ -339,7 +339,7 @@ class _Visit:
         parameter.grad = self._brought
 
     def leave(self) -> None:
-        """May be called again when it was interrupted."""
+        """End the stay on the device; may be called again when it was interrupted."""
         parameter, stored = self._parameter, self._stored
         if parameter.device != self._data.device:  # the loop has moved it
             return
@@ -376,7 +376,7 @@ def _leave_all(visits: list[_Visit]) -> None:
 class _Gradients:
     """Sends gradients where their parameters rest, as they are made."""
 
-    def __init__(self, spill: Spill, link: Link) -> None:
+    def __init__(self, spill: Spill, link: ParameterCopies) -> None:
         self._spill = spill
         self._link = link
         self._watched: Any = WeakTensorKeyDictionary()  # hooks by parameter; aliases take theirs with them
@@ -418,7 +418,7 @@ class _Gradients:
                 set_gradient(parameter, gradient)
 
     def _comes(self, referred: weakref.ref[Parameter], gradient: torch.Tensor | None) -> None:
-        """Before a gradient is added: autograd cannot add across devices."""
+        """Bring a gradient before another is added to it: autograd cannot add across devices."""
         parameter = referred()
         if parameter is None or gradient is None or not is_added(torch._C._current_autograd_node()):
             return
@@ -500,7 +500,7 @@ class _OneAtATime:
             self._thread = thread
 
     def end(self) -> None:
-        """It has; harmless when done."""
+        """End it; harmless when done."""
         if self._thread == threading.get_ident():
             self._thread = -1
             self._lock.release()

@@ -62,7 +62,7 @@ def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
 
 
 class Offload(Technique):
-    """What the techniques that keep something off the device have in common: the setting says where it goes."""
+    """Base of the techniques that keep something off the device: the setting says where it goes."""
 
     field = "offload"
     what: ClassVar[Offloaded]

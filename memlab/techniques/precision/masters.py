@@ -124,7 +124,7 @@ class Masters:
 
     @_alone
     def show(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """As `values`, for somebody who will hold them."""
+        """Return what `values` does, for somebody who will hold them."""
         values = self.values(tensor)
         if values is not None:
             self.keep(tensor, values)

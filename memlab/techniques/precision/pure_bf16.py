@@ -191,7 +191,7 @@ class PureBf16:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """This thread is in a call of the model, or of a part of it."""
+        """Context in which this thread is in a call of the model, or of a part of it."""
         thread = threading.get_ident()
         is_outermost = thread not in self._inside
         self._inside.add(thread)

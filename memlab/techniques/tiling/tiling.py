@@ -41,7 +41,7 @@ from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.techniques.base import Description, ModelCall, Technique
-from memlab.techniques.checkpointing.recomputation import Comparison, contexts
+from memlab.techniques.checkpointing.recomputation import RecomputationCheck, contexts
 from memlab.techniques.chunked_loss import large_heads
 from memlab.techniques.tiling.feed_forward import (
     FeedForward,
@@ -186,7 +186,7 @@ class Tiling(Technique):
             tiles = (rows[..., start:stop, :] for start, stop in ranges)
             settings, state = CallSettings(), State(part.owner.modules(), (), Written(), hidden.device)
             held_by_graph(state, settings.variables)
-            comparison = Comparison(next(numbers), self.field, name)
+            comparison = RecomputationCheck(next(numbers), self.field, name)
 
             def again(rows: torch.Tensor) -> Any:
                 with settings.entered(), state.again():

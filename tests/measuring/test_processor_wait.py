@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from memlab.measuring import times
-from memlab.measuring.times import Waiting
+from memlab.measuring.times import ProcessorWait
 
 
 def worked(seconds: float) -> float:
-    found = Waiting()
+    found = ProcessorWait()
     found.look()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -40,7 +40,7 @@ def test_a_thread_that_shares_its_processor_waits_about_half_of_the_time() -> No
 
 
 def test_sleeping_is_no_waiting() -> None:
-    found = Waiting()
+    found = ProcessorWait()
     found.look()
     time.sleep(0.3)
     found.look()

@@ -29,7 +29,7 @@ _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 _OF_ENGINES = ("deepspeed", "torch.distributed")
 
 
-class Observers:
+class PartHooks:
     """The hooks of modules in one run of a part."""
 
     def __init__(self, modules: Iterable[nn.Module], take_part: set[int]) -> None:
