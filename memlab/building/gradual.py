@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.runtime.lifetimes import is_shared
+from memlab.runtime.lifetimes import is_shared, storage_of
 from memlab.units import MIB
 
 WIDE_BYTES = 32 * MIB
@@ -219,7 +219,7 @@ class Gradual(TorchFunctionMode):
     @staticmethod
     def _shares(made: torch.Tensor, given: list[torch.Tensor]) -> bool:
         """Return whether a result is a view of an argument, and so has that one's dtype."""
-        return any(_storage(tensor) == _storage(made) for tensor in given)
+        return any(storage_of(tensor) == storage_of(made) for tensor in given)
 
 
 class _Storages:
@@ -230,14 +230,10 @@ class _Storages:
         self._references: dict[int, StorageWeakRef] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return bool(self._references) and _storage(tensor) in self._references
+        return bool(self._references) and storage_of(tensor) in self._references
 
     def add(self, tensor: torch.Tensor) -> None:
-        self._references[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        self._references[storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:

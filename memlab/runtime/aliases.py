@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.runtime.lifetimes import own_aliases
+from memlab.runtime.lifetimes import own_aliases, storage_of
 from memlab.runtime.touch import own_class
 
 _FIELD = "accumulation"
@@ -76,7 +76,7 @@ class Aliases:
     def follow(self) -> None:
         """Share the data that the parameters have now, after a change of plans gave them other data."""
         for original, alias in zip(self.originals, self.aliases, strict=True):
-            if original.untyped_storage()._cdata != alias.untyped_storage()._cdata and alias.grad is None:
+            if storage_of(original) != storage_of(alias) and alias.grad is None:
                 alias.data = original.data
 
     def deliver(self) -> bool:
@@ -206,8 +206,8 @@ class Storage:
     @property
     def is_another(self) -> bool:
         """Return whether the tensor has got another storage since."""
-        there = self._tensor.untyped_storage()._cdata if self.values is not None else None
-        return self.values is not None and self.values.untyped_storage()._cdata != there
+        there = storage_of(self._tensor) if self.values is not None else None
+        return self.values is not None and storage_of(self.values) != there
 
     def give_back(self) -> None:
         """Give the tensor the storage it had: the other one may be that of another tensor, which is not to be written to."""

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.runtime.aliases import Storage, put_back, stand_in_for
 from memlab.runtime.containers import ABSENT, Items, Mapping
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.reach import SMALL_BYTES, ModuleHooks, Walk
 from memlab.runtime.rng import Randomness
 from memlab.runtime.touch import own_class
@@ -80,7 +81,7 @@ class KeptTensor:
 
     @property
     def storage_key(self) -> int:
-        return int(self._held.untyped_storage()._cdata)
+        return storage_of(self._held)
 
     @property
     def is_copied(self) -> bool:

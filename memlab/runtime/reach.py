@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.runtime import callers, containers
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.rng import is_generator
 from memlab.runtime.stand_ins import HOOK_OPTIONS, is_ours
 
@@ -416,7 +417,7 @@ class Walk(ABC):
 def _place_of(tensor: torch.Tensor | None) -> int:
     """Return the key of a tensor's storage; where it has none, its own."""
     has_storage = tensor is not None and torch._C._has_storage(tensor)
-    return tensor.untyped_storage()._cdata if tensor is not None and has_storage else id(tensor)
+    return storage_of(tensor) if tensor is not None and has_storage else id(tensor)
 
 
 def _joined(key: tuple[str, ...] | None) -> str:

@@ -28,6 +28,7 @@ from memlab.errors import RefusalError
 from memlab.runtime.aliases import KEEP_WHOLE, Storage, overwrite, put_back, same_values
 from memlab.runtime.containers import Container, Effect, Items
 from memlab.runtime.dispatch import StorageWatch
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.modules import ModuleMembers
 from memlab.runtime.reach import LIBRARIES, SMALL_BYTES, ModuleHooks, Walk
 
@@ -240,7 +241,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _place_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+    return storage_of(tensor) if torch._C._has_storage(tensor) else 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from memlab.runtime.graphs import reaches_before
 from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.surroundings import Surroundings
 
 
@@ -33,7 +34,7 @@ def _with_graph(storages: set[int]) -> list[torch.Tensor]:
         tensor
         for tensor in (gc.get_objects() if storages else ())
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and _has_graph(tensor)
-        and tensor.untyped_storage()._cdata in storages
+        and storage_of(tensor) in storages
     ]  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from memlab.runtime.autocast import CallContext
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.lazy import as_saved
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.techniques.accumulation.agreement import DisagreementError
 from memlab.techniques.accumulation.judgement import Judgement, SumsError
@@ -212,7 +213,7 @@ class Judge:
         if free_bytes is None:
             return True
         kept: dict[int, int] = {}
-        own = {p.untyped_storage()._cdata for p in self._model.parameters()}
+        own = {storage_of(p) for p in self._model.parameters()}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()

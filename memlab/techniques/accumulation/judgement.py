@@ -18,6 +18,7 @@ from memlab.runtime.aliases import Aliases
 from memlab.runtime.autocast import CallContext, without_autocast
 from memlab.runtime.containers import Effect
 from memlab.runtime.lazy import LazyTensor, real, requires_grad
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.modules import parameters_made
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
@@ -411,10 +412,10 @@ class Judgement:
     def _check_escapes(self, kept: _Run, returned: Sequence[weakref.ref[torch.Tensor]]) -> None:
         """Refuse tensors with a graph that are kept where nobody looked."""
         known = [*kept.outputs.leaves, *self._whole.leaves, *self._model.parameters(), *self._model.buffers()]
-        seen = {leaf.untyped_storage()._cdata for leaf in known if type(leaf) in (torch.Tensor, nn.Parameter)}
+        seen = {storage_of(leaf) for leaf in known if type(leaf) in (torch.Tensor, nn.Parameter)}
         torch.clear_autocast_cache()
         if any(leaf() is not None for leaf in returned):
-            seen -= {leaf.untyped_storage()._cdata for leaf in kept.outputs.leaves if isinstance(leaf, torch.Tensor)}
+            seen -= {storage_of(leaf) for leaf in kept.outputs.leaves if isinstance(leaf, torch.Tensor)}
         found = escaped(lambda: self.noise.survivors - seen)
         if found is not None:
             tensor, keeper = found

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from memlab.runtime.dispatch import WatchingMode
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.rng import drawn_on
 
 LOW_DTYPES = frozenset(
@@ -139,12 +140,13 @@ class Noise(WatchingMode):
         if not self._giving and not self._repeating:
             self.chooses |= func in _CHOOSING and _is_computed(args[0])
             # a view of what was there before (of a global that is looked at, say) is not made here; what is written to is
-            given = {_storage_of(each) for each in args if isinstance(each, torch.Tensor) and not _writes(func)}
+            tensors = () if _writes(func) else (each for each in args if isinstance(each, torch.Tensor))
+            given = {storage_of(each) for each in tensors if each.layout is torch.strided}
             given |= {each._cdata for each in args if isinstance(each, torch.UntypedStorage)}  # `set_`
             for tensor in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(tensor, torch.Tensor):
                     self.computes_low |= tensor.dtype in LOW_DTYPES
-                    if tensor.layout is torch.strided and _storage_of(tensor) not in given:
+                    if tensor.layout is torch.strided and storage_of(tensor) not in given:
                         self._born.append(weakref.ref(tensor.untyped_storage()))
         return result
 
@@ -208,10 +210,6 @@ class Noise(WatchingMode):
 def _is_computed(value: Any) -> bool:
     """Return whether values are none of the tokens or labels that a loop gives."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def _numbers_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memlab.runtime.dispatch import WatchingMode, written_by
+from memlab.runtime.lifetimes import storage_of
 from memlab.techniques.checkpointing.kept import storages
 
 # operators of `torch.ops.aten`, the costliest to compute again
@@ -50,7 +51,7 @@ class Products:
 
     def drop_written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget results that an operator writes to; versions of what is chunked unsafely, as in recurrent layers, do not tell."""
-        written = {tensor.untyped_storage()._cdata for tensor in tensors}
+        written = {storage_of(tensor) for tensor in tensors}
         for place, kept in enumerate(self._results) if written else ():
             if kept is not None and not written.isdisjoint(storages(tree_leaves(kept[0]))):
                 self._results[place] = None

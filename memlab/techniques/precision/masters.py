@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.homes import home_of
-from memlab.runtime.lifetimes import is_shared
+from memlab.runtime.lifetimes import is_shared, storage_of
 from memlab.techniques.precision.moments import join_master, split_master
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -190,7 +190,7 @@ class Masters:
                 for tensor, gradient in zip(split, gradients, strict=True):
                     tensor.grad = None
                     tensor.data = self._joined(tensor)
-                    storages[id(tensor)] = tensor.untyped_storage()._cdata
+                    storages[id(tensor)] = storage_of(tensor)
                     tensor.grad = shown[id(tensor)] = None if gradient is None else gradient.float()
             yield
         finally:
@@ -206,7 +206,7 @@ class Masters:
                     high, rest = before.pop(id(tensor), (None, None))
                     if high is not None and high.device != tensor.device:  # the loop has moved the model
                         high = rest = None
-                    is_same = tensor.untyped_storage()._cdata == storages.get(id(tensor))
+                    is_same = storage_of(tensor) == storages.get(id(tensor))
                     if rest is None or rest.dtype is torch.int16:
                         self._lower(tensor, tensor.data, high, rest)
                     elif is_same and rest.device == tensor.device:
