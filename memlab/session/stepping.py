@@ -103,7 +103,7 @@ class Stepping:
         if not (is_rescued or techniques):
             return None
         self._skipped = not has_closure and self._must_skip(optimizer)
-        takes_over = any(t.takes_step or t.owns_steps or _changes_the_step(t, optimizer) for t in techniques)
+        takes_over = any(t.takes_step or t.whole_step(optimizer) or _changes_the_step(t, optimizer) for t in techniques)
         may_skip = has_closure and any(technique.may_skip for technique in techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
@@ -133,7 +133,7 @@ class Stepping:
 
     def _makes_own_step(self, optimizer: Optimizer) -> bool:
         is_served = is_separable(optimizer)
-        return not (is_served or any(t.owns_steps or t.stepper(optimizer) for t in self._session.techniques))
+        return not (is_served or any(t.whole_step(optimizer) or t.stepper(optimizer) for t in self._session.techniques))
 
     def _must_skip(self, optimizer: Optimizer) -> bool:
         return any(technique.skips_step(optimizer) for technique in self._session.techniques)
@@ -146,15 +146,14 @@ class Stepping:
             self._session.log.note("gradients were not finite: update skipped, loss scale halved")
         elif not self._updated(optimizer):
             self._skipped = True
-            is_engine = any(t.owns_steps for t in self._session.techniques)
-            who = "by the engine" if is_engine else "as the loop's own scaler asks"
+            who = "by the engine" if self._session.in_force.is_engine else "as the loop's own scaler asks"
             self._session.log.note(f"gradients were not finite: update skipped, {who}")
 
     def _updated(self, optimizer: Optimizer) -> bool:
         techniques = self._session.techniques
-        owner = next((technique for technique in techniques if technique.owns_steps), None)
-        if owner is not None:
-            return owner.step(optimizer)
+        whole = next(filter(None, (technique.whole_step(optimizer) for technique in techniques)), None)
+        if whole is not None:
+            return whole()
         rescuer = self._session.rescuing
         if rescuer is not None and rescuer.is_armed:
             return rescuer.update(optimizer)

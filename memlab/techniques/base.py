@@ -58,6 +58,7 @@ HOLDS_GRADIENTS = "the loop holds gradients beside its weights (in a list, or as
 ModelCall = Callable[..., Any]
 State = dict[str, Any]
 Stepper = Callable[[Sequence[torch.nn.Parameter]], None]
+WholeStep = Callable[[], bool]
 
 
 @dataclass
@@ -114,7 +115,6 @@ class Technique:
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         works_on_updates: whether it does nothing for a model that no optimizer updates.
-        owns_steps: whether `step` does the optimizer's steps.
         only_watches: whether it has only watched the loop so far, whose memory is as without it.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         host: the session it is in.
@@ -137,7 +137,6 @@ class Technique:
     is_engine: bool = False
     is_of_optimizer: bool = False
     works_on_updates: bool = False
-    owns_steps: bool = False
     only_watches: bool = False
     predecessor: Technique | None = None
 
@@ -151,6 +150,8 @@ class Technique:
         if line not in self.notes:
             self.notes.append(line)
 
+    # -- which plans it is in ---------------------------------------------------------------------
+
     @classmethod
     def wanted(cls, plan: Plan) -> bool:
         """Return whether the plan asks for this technique."""
@@ -161,15 +162,13 @@ class Technique:
         """The part of the plan that `check` and what is attached depend on; equal settings are kept when a plan changes."""
         return getattr(plan, cls.field)
 
+    # -- asked before anything is touched: each raises `RefusalError` with the reason and the nearest thing that works ---
+
     def check(self, workload: Workload) -> None:
-        """Refuse what cannot work. Raises `RefusalError`: with the reason and the nearest thing that works."""
+        """Refuse what cannot work."""
 
     def check_compiled(self, workload: Workload) -> None:
-        """Refuse what cannot work on a compiled model, in place of `check`, where it changes modules.
-
-        Raises:
-            RefusalError: always, unless the technique has a way of its own.
-        """
+        """Refuse what cannot work on a compiled model, in place of `check`, where it changes modules: all, by default."""
         raise RefusalError(
             self.field,
             f"{workload.name} is compiled, and compiled code does not look into its modules again",
@@ -177,36 +176,18 @@ class Technique:
         )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer this technique cannot serve.
-
-        Raises:
-            RefusalError: with the reason and the nearest thing that works.
-        """
+        """Refuse an optimizer this technique cannot serve."""
 
     def check_modes(self, workload: Workload) -> None:
-        """Refuse modes that modules are in now; a loop that has not begun may set others.
-
-        Raises:
-            RefusalError: with the reason and what to do.
-        """
+        """Refuse modes that modules are in now; a loop that has not begun may set others."""
 
     def check_loop(self, workload: Workload, frame: FrameType) -> None:
-        """Refuse a loop that runs, by its code: for a plan that is asked for from elsewhere.
-
-        Args:
-            workload: what it trains.
-            frame: the newest of those that run.
-
-        Raises:
-            RefusalError: with the reason and what to do.
-        """
+        """Refuse a loop that runs, by the code of its newest frame and those above: for a plan that is asked for from elsewhere."""
 
     def check_traced(self) -> None:
-        """Refuse what a traced program of the model could not use, which holds the very weights.
+        """Refuse what a traced program of the model could not use, which holds the very weights."""
 
-        Raises:
-            RefusalError: with the reason and what to do.
-        """
+    # -- in and out -------------------------------------------------------------------------------
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         """Change the live model; register on `undo` what takes the change back."""
@@ -214,11 +195,16 @@ class Technique:
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
         """Change a live optimizer, now or when it is first seen; register the undo."""
 
+    def close(self) -> None:
+        """The technique is out for good: drop what its undo had to leave, or, where it never came in, what lies outside of the workload."""
+
+    # -- calls of the model -----------------------------------------------------------------------
+
     def taken_over(self) -> None:
         """The loop calls the model, or the plan is about to change: who looks at weights next is not the loop."""
 
     def handed_back(self) -> None:
-        """That is over, and the loop goes on."""
+        """The call or the change is over, and the loop goes on."""
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one training forward."""
@@ -228,6 +214,14 @@ class Technique:
         """Run one forward in eval mode or without gradients."""
         return call(*args, **kwargs)
 
+    def trial_over(self) -> None:
+        """Forwards and backward passes since the step began were a trial: forget how much they took."""
+
+    def broken_off(self) -> None:
+        """The loop was left in the middle of a step, and begins anew with its next forward."""
+
+    # -- what it keeps ----------------------------------------------------------------------------
+
     def pack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
         """Map the state of one parameter to the form this technique keeps between steps."""
         return state
@@ -235,12 +229,6 @@ class Technique:
     def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
         """Map the resident form of one parameter's state back."""
         return state
-
-    def around_update(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        """Context in which a bucket of parameters is updated."""
-        return nullcontext()
 
     def at_home(
         self, parameters: Sequence[torch.nn.Parameter], *, updates: bool = True
@@ -253,42 +241,6 @@ class Technique:
                 that state is mapped to where they are used.
         """
         return nullcontext()
-
-    def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:
-        """Return what updates parameters in place of the user's optimizer; None to leave it to that one."""
-        return None
-
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Do a step, where the technique `owns_steps`; False when nothing was updated."""
-        return False
-
-    def trial_over(self) -> None:
-        """Forwards and backward passes since the step began were a trial: forget how much they took."""
-
-    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
-
-    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Some parameters will be updated next, or as soon as those are that were announced before them."""
-
-    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """No bucket is under way any more: the update is complete, or it was broken off."""
-
-    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Some parameters have been updated, within a step."""
-
-    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this step's update must not happen (gradients that are not finite)."""
-        return False
-
-    def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Called after each update, skipped or not."""
-
-    def broken_off(self) -> None:
-        """The loop was left in the middle of a step, and begins anew with its next forward."""
-
-    def close(self) -> None:
-        """The technique is out for good: drop what its undo had to leave, or, where it never came in, what lies outside of the workload."""
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""
@@ -303,6 +255,41 @@ class Technique:
     def host_bytes(self) -> int:
         """Bytes kept off the device on behalf of this technique."""
         return 0
+
+    # -- the optimizer's step, in the order in which these are called -------------------------------
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
+
+    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether this step's update must not happen (gradients that are not finite)."""
+        return False
+
+    def whole_step(self, optimizer: torch.optim.Optimizer) -> WholeStep | None:
+        """Return what does a step in place of the user's optimizer, and says whether it has; None to leave it to that one."""
+        return None
+
+    def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:
+        """Return what updates parameters in place of the user's optimizer; None to leave it to that one."""
+        return None
+
+    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Some parameters will be updated next, or as soon as those are that were announced before them."""
+
+    def around_update(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        """Context in which a bucket of parameters is updated."""
+        return nullcontext()
+
+    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Some parameters have been updated, within a step."""
+
+    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """No bucket is under way any more: the update is complete, or it was broken off."""
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
+        """Called after each update, skipped or not."""
 
 
 def process_count() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import RefusalError
 from memlab.plan import Plan, ScaleOut
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Technique, WholeStep
 
 Optimizer = torch.optim.Optimizer
 
@@ -133,7 +134,6 @@ class Scaling(Technique):
         self._engine = engine = self._made_for(workload)
         undo.callback(engine.give_back)
         engine.start(self.host.storage_resized)
-        self.owns_steps = engine.owns_steps
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         undo.callback(self._at_work.give_back_optimizer, optimizer)
@@ -152,8 +152,8 @@ class Scaling(Technique):
         if not has_closure:
             self._at_work.check_step()
 
-    def step(self, optimizer: Optimizer) -> bool:
-        return self._at_work.step(optimizer)
+    def whole_step(self, optimizer: Optimizer) -> WholeStep | None:
+        return partial(self._at_work.step, optimizer) if self._at_work.owns_steps else None
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         self._at_work.step_ended()
