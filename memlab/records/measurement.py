@@ -245,7 +245,7 @@ class Rescue:
         change = f"{self.before} → {self.after}" if self.after != self.before else "the model's graph was made again"
         tries = f", {self.attempts} attempts" if self.attempts > 1 else ""
         fields = ",".join(self.numerics)
-        rounded = f"; numbers are rounded otherwise from here on, which --keep {fields} forbids" if fields else ""
+        rounded = f"; numbers are rounded differently from here on; --keep {fields} prevents that" if fields else ""
         return f"memory ran out in {self.place}: {change}, same batch again{tries} ({self.seconds:.2f} s lost){rounded}"
 
     def __str__(self) -> str:

@@ -67,7 +67,7 @@ def wrong(found: Outcome, family: str, plan: str, step: int, device: str = "cpu"
         return differences(found, untouched(family, plan, device), 0.0)
     place = found.rescues[0].place
     if is_double(plan) and family != "gpt2-dropout":
-        # the loss in tiles is rounded otherwise than the model's own, with or without a rescue
+        # the loss in tiles is rounded differently from the model's own, with or without a rescue
         loss = "--chunk-loss" if "--chunk-loss" in plan else ""
         return differences(found, untouched(family, loss, device), _EXACT[family])
     expected = switched(family, plan, place, found.plan, step, device)

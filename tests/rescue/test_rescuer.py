@@ -272,7 +272,7 @@ def test_the_half_precision_of_a_rescue_is_that_of_the_gpu(monkeypatch: pytest.M
     assert said.startswith(
         "step 1: memory ran out in the forward pass: as written → --fp16, same batch again, 2 attempts ("
     )
-    assert said.endswith(" s lost); numbers are rounded otherwise from here on, which --keep precision forbids")
+    assert said.endswith(" s lost); numbers are rounded differently from here on; --keep precision prevents that")
 
 
 class _Refusing:

@@ -69,7 +69,7 @@ class Agreement:
         whole: Outputs,  # of the rows together
         parts: Sequence[Outputs],  # of the rows apart
         weights: Mapping[int, list[float]],  # for each scalar output that has a rule, one weight per part
-        rounded: Callable[[], Outputs],  # gives those of the rows together, rounded otherwise
+        rounded: Callable[[], Outputs],  # gives those of the rows together, rounded differently
     ) -> dict[int, Merge]:
         """Compare outputs.
 
