@@ -26,21 +26,21 @@ from memlab.session import sessions
 
 _NAME = "memfit"
 
-_loaded: weakref.WeakKeyDictionary[Any, MagicMemfit] = weakref.WeakKeyDictionary()
+loaded: weakref.WeakKeyDictionary[Any, MagicMemfit] = weakref.WeakKeyDictionary()
 
 
 def load(shell: Any) -> None:
     """Register the magics in a shell; harmless when done."""
-    if shell not in _loaded:
-        _loaded[shell] = MagicMemfit(shell)
+    if shell not in loaded:
+        loaded[shell] = MagicMemfit(shell)
 
 
 def unload(shell: Any) -> None:
     """Undo every session, and remove the magics; harmless when done."""
-    magic = _loaded.get(shell)
+    magic = loaded.get(shell)
     if magic is not None:
         magic.close()
-        del _loaded[shell]
+        del loaded[shell]
 
 
 class MagicMemfit:

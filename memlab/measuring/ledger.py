@@ -94,7 +94,8 @@ class Ledger(WatchingMode):
         self.capacity_bytes = capacity_bytes  # size of the device; a birth past it raises `torch.OutOfMemoryError`
         self.peak_bytes = 0  # highest `live_bytes` since `begin`
         self._live_bytes = 0
-        self._limit: float = math.inf if capacity_bytes is None else capacity_bytes
+        # what it enforces now: nothing within `without_limit`
+        self.limit_bytes: float = math.inf if capacity_bytes is None else capacity_bytes
         self._live: dict[int, _Alive] = {}
         self._gone: deque[_Alive] = deque()  # deaths that are not recorded yet
         self._assigned: dict[int, Category] = {}
@@ -212,12 +213,12 @@ class Ledger(WatchingMode):
     @contextmanager
     def without_limit(self) -> Iterator[None]:
         """Watch, and let everything be born whatever the capacity."""
-        limit, self._limit = self._limit, math.inf
+        limit, self.limit_bytes = self.limit_bytes, math.inf
         try:
             with self:
                 yield
         finally:
-            self._limit = limit
+            self.limit_bytes = limit
 
     def close(self) -> None:
         self.stop()
@@ -269,8 +270,8 @@ class Ledger(WatchingMode):
             self._failure = error
             self.watching = False
             return out
-        if self._live_bytes > self.peak_bytes or self._live_bytes > self._limit:
-            if self._live_bytes > self._limit and (self._born > first or effect == OperatorEffect.RESIZE):
+        if self._live_bytes > self.peak_bytes or self._live_bytes > self.limit_bytes:
+            if self._live_bytes > self.limit_bytes and (self._born > first or effect == OperatorEffect.RESIZE):
                 # the traceback keeps this frame: it must not keep the newborn and the inputs alive
                 out = args = kwargs = storage = None  # type: ignore[assignment] # nothing reads them again
                 self._refuse(first)
@@ -407,7 +408,7 @@ class Ledger(WatchingMode):
         asked_bytes = sum(size for _, size, number, _ in self._events if number > first and size > 0)
         survivors = {alive.number for alive in self._live.values()}
         self._events = [event for event in self._events if event[2] <= first or event[2] in survivors]
-        raise torch.OutOfMemoryError(_refusal(asked_bytes, self._live_bytes, int(self._limit), len(self._live)))
+        raise torch.OutOfMemoryError(_refusal(asked_bytes, self._live_bytes, int(self.limit_bytes), len(self._live)))
 
 
 def _highest(baseline: Mapping[int, int], events: Iterable[RawEvent]) -> int:

@@ -16,7 +16,7 @@ import torch
 from memlab.plan import Tier
 from memlab.runtime.aliases import overwrite
 from memlab.runtime.model_state import State
-from memlab.runtime.state_entries import PackedState, kept_of
+from memlab.runtime.state_entries import PackedState, kept_of, parameters_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.masters import masters_of
@@ -39,12 +39,12 @@ class Snapshot:
         self._workload = workload
         self._spill = Spill(resolve_tier(Tier.AUTO, workload.device, "snapshot"))
         # what else training changes: attributes, globals, models beside it, generators of the model's own
-        self._reached = State.of_model(workload.model, workload.device)
-        self._tensors = {name: self._spill.store(_own_values(tensor)) for name, tensor in self._named_tensors()}
-        self._gradients = {
+        self.reached = State.of_model(workload.model, workload.device)
+        self.tensors = {name: self._spill.store(_own_values(tensor)) for name, tensor in self._named_tensors()}
+        self.gradients = {
             name: self._spill.store(p.grad) for name, p in workload.model.named_parameters() if p.grad is not None
         }
-        self._states = [self._state_of(optimizer) for optimizer in workload.optimizers]
+        self.states = [self._state_of(optimizer) for optimizer in workload.optimizers]
         # state that answers to other names than it is kept under, without what is kept
         self._packed = [
             {
@@ -54,46 +54,46 @@ class Snapshot:
             }
             for optimizer in workload.optimizers
         ]
-        self._groups = [
+        self.groups = [
             [
                 {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
                 for group in each.param_groups
             ]
             for each in workload.optimizers
         ]
-        self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
-        self._training = {name: module.training for name, module in workload.model.named_modules()}
+        self.scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
+        self.training = {name: module.training for name, module in workload.model.named_modules()}
 
     def restore(self) -> None:
         """Put everything back into the live objects, keeping their tensors where they fit."""
         workload = self._workload
-        self._reached.restore()
+        self.reached.restore()
         with torch.no_grad():
             for name, tensor in self._named_tensors():
-                _give_values(tensor, self._tensors[name])
+                _give_values(tensor, self.tensors[name])
             for name, parameter in workload.model.named_parameters():
-                saved = self._gradients.get(name)
+                saved = self.gradients.get(name)
                 parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
-        each = zip(workload.optimizers, self._states, self._packed, self._groups, strict=False)
+        each = zip(workload.optimizers, self.states, self._packed, self.groups, strict=False)
         for optimizer, states, packed, groups in each:
             _restore_optimizer(optimizer, states, packed, groups)
-        for optimizer in workload.optimizers[len(self._states) :]:
+        for optimizer in workload.optimizers[len(self.states) :]:
             optimizer.state.clear()
-        if self._scheduler is not None:
-            workload.scheduler.load_state_dict(copy.deepcopy(self._scheduler))
+        if self.scheduler is not None:
+            workload.scheduler.load_state_dict(copy.deepcopy(self.scheduler))
         for name, module in workload.model.named_modules():
-            module.training = self._training[name]
-        self._reached.random.restore()  # last: whatever is put back may draw
+            module.training = self.training[name]
+        self.reached.random.restore()  # last: whatever is put back may draw
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self._workload.model
         yield from chain(model.named_parameters(), model.named_buffers())
-        for place, module in enumerate(self._reached.beside_it):
+        for place, module in enumerate(self.reached.beside_it):
             for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
                 yield f"{name} of module {place} beside it", tensor
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = parameters_in(optimizer)
         return [{key: self._copied(value) for key, value in optimizer.state.get(p, {}).items()} for p in parameters]
 
     def _copied(self, value: Any) -> Any:
@@ -125,7 +125,7 @@ def _restore_optimizer(
         for key in set(group) - set(saved) - {"params"}:
             del group[key]
         group.update(copy.deepcopy(saved))
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = parameters_in(optimizer)
     for parameter, saved in zip(parameters, states, strict=True):
         if not saved:
             optimizer.state.pop(parameter, None)

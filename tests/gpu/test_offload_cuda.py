@@ -99,9 +99,9 @@ def test_graphs_interleave_are_kept_and_are_forgotten(load: Workload) -> None:
         found = [trained() for _ in range(3)]
         gc.collect()
         assert isinstance(technique, OffloadActivations)
-        assert technique._spill is not None
-        assert technique._spill.stored_bytes == 0
-        assert technique._spill.held_bytes <= 2 * technique._spill.peak_bytes + 2**21
+        assert technique.spill is not None
+        assert technique.spill.stored_bytes == 0
+        assert technique.spill.held_bytes <= 2 * technique.spill.peak_bytes + 2**21
     assert max(distance(each, expected) for each in found) < 5e-6
 
 

@@ -11,16 +11,16 @@ from memlab.session.snapshot import Snapshot
 
 def changed_between(one: Snapshot, other: Snapshot) -> list[str]:
     """Names of what is not bit-for-bit the same in two snapshots of the same workload."""
-    found = _different("", one._tensors, other._tensors)
-    found += _different("gradient of ", one._gradients, other._gradients)
-    for index, (mine, theirs) in enumerate(zip(one._states, other._states, strict=False)):
+    found = _different("", one.tensors, other.tensors)
+    found += _different("gradient of ", one.gradients, other.gradients)
+    for index, (mine, theirs) in enumerate(zip(one.states, other.states, strict=False)):
         found += _different(f"optimizer {index} state of ", _flat(mine), _flat(theirs))
     pairs = {
-        "number of optimizers": (len(one._states), len(other._states)),
-        "parameter groups": (one._groups, other._groups),
-        "scheduler": (one._scheduler, other._scheduler),
-        "train or eval mode": (one._training, other._training),
-        "random state": (True, one._reached.random.equals(other._reached.random)),
+        "number of optimizers": (len(one.states), len(other.states)),
+        "parameter groups": (one.groups, other.groups),
+        "scheduler": (one.scheduler, other.scheduler),
+        "train or eval mode": (one.training, other.training),
+        "random state": (True, one.reached.random.equals(other.reached.random)),
     }
     return found + [name for name, (mine, theirs) in pairs.items() if mine != theirs]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memlab.errors import SessionError
-from memlab.jupyter.magic import _loaded
+from memlab.jupyter.magic import loaded
 from memlab.session import session_of, sessions
 from tests.helpers.kernel import frames_of_memlab
 from tests.jupyter.conftest import MAKE, STEP, TRAIN, Cell, Ran
@@ -76,8 +76,8 @@ def stepping(made: Cell, shell: Any, both: Both) -> Iterator[Stepping]:
     yield training
     training.stop.set()
     training.go.release(1000)
-    if shell in _loaded:
-        _loaded[shell].notebook.background.close()
+    if shell in loaded:
+        loaded[shell].notebook.background.close()
 
 
 def session() -> Any:
@@ -171,7 +171,7 @@ class TestSwitching:
 
     def test_a_toggle_of_a_panel_is_applied_at_the_next_step(self, stepping: Stepping, shell: Any) -> None:
         stepping.begin()
-        control = _loaded[shell].notebook.control_of(shell.user_ns["model"])
+        control = loaded[shell].notebook.control_of(shell.user_ns["model"])
         control.ask("accumulation", "2")
         assert control.moment().toggles[0].text == "pending"
         stepping.step()
@@ -296,7 +296,7 @@ class TestEnding:
 
     def test_paused_by_a_panel_it_is_cancelled_too(self, stepping: Stepping, shell: Any, made: Cell) -> None:
         stepping.begin()
-        control = _loaded[shell].notebook.control_of(shell.user_ns["model"])
+        control = loaded[shell].notebook.control_of(shell.user_ns["model"])
         control.pause()
         stepping.go.release()
         assert made("%memfit cancel").error is None
@@ -305,7 +305,7 @@ class TestEnding:
 
     def test_a_panel_cancels_it(self, stepping: Stepping, shell: Any, both: Both) -> None:
         stepping.begin()
-        _loaded[shell].notebook.control_of(shell.user_ns["model"]).cancel()
+        loaded[shell].notebook.control_of(shell.user_ns["model"]).cancel()
         out = both("go.release()", "%memfit wait").out
         assert "memfit: cancelled from the panel after step 1\n" in out
         assert out.endswith("in the background was cancelled\n")
@@ -330,7 +330,7 @@ class TestEnding:
     def test_what_does_not_train_cannot_be_cancelled_and_that_is_said(self, made: Cell, shell: Any) -> None:
         shell.user_ns["go_on"] = go_on = threading.Event()
         made("%%memfit --background --quiet\ngo_on.wait()")
-        background = _loaded[shell].notebook.background
+        background = loaded[shell].notebook.background
         with pytest.raises(SessionError, match="has come to no training step within 0 s"):
             background.close(patience_seconds=0.01)
         assert background.running

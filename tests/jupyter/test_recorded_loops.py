@@ -11,7 +11,7 @@ import torch
 
 from memlab import Workload, measure
 from memlab.errors import WorkloadError
-from memlab.jupyter.magic import _loaded
+from memlab.jupyter.magic import loaded
 from memlab.runtime import loop_mode
 from memlab.session import session_of
 from tests.helpers.kernel import frames_of_memlab
@@ -132,7 +132,7 @@ def test_plans_are_compared_by_the_recorded_step(shell: Any, cell: Cell) -> None
         plan: pytest.approx(size_bytes, rel=0.003) for plan, size_bytes in in_cells.items()
     }
     assert not compared.measurements[0].losses
-    history = _loaded[shell].notebook.history_of(shell.user_ns["model"])
+    history = loaded[shell].notebook.history_of(shell.user_ns["model"])
     workload = Workload(shell.user_ns["model"], [shell.user_ns["optimizer"]], history.batch)
     workload.tape = history.tape
     with pytest.raises(WorkloadError, match="returned no loss"):

@@ -409,7 +409,7 @@ class _Run:
                 self._scheduler.step()
                 rates += self._scheduler.get_last_lr()
                 drawn.append(float(torch.rand(())))
-            self._ledger._limit = float("inf")  # the loop is over
+            self._ledger.limit_bytes = float("inf")  # the loop is over
             gradients = [p.grad.detach().clone() for p in self._model.parameters() if p.grad is not None]
             self._optimizer.zero_grad()
             bytes_of_gradients = sum(g.nbytes for g in gradients)

@@ -305,7 +305,7 @@ class TestShortOfMemory:
     def test_a_change_for_which_only_one_form_fits(self, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("memlab.session.in_force.gc", gc)  # what the first try has made goes with it
         with large_run() as (workload, ledger):
-            ledger._limit = ledger.live_bytes + 2**20  # four layers in fp32
+            ledger.limit_bytes = ledger.live_bytes + 2**20  # four layers in fp32
             with fit(workload) as session:
                 with monkeypatch.context() as patched:
                     patched.setattr(Rollback, "spare", lambda self: None)
@@ -314,31 +314,31 @@ class TestShortOfMemory:
                     assert session.plan == Plan()
                 session.switch(plan)
                 assert session.plan == Plan.parse(plan)
-                ledger._limit = float("inf")
+                ledger.limit_bytes = float("inf")
 
     def test_halves_of_masters_leave_the_device_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Taking pure bf16 off needs what it frees: of each parameter two halves, of which the plan keeps one."""
         with large_run() as (workload, ledger):
             workload.optimizers[0].state.clear()
             session = fit(workload, "--precision pure-bf16")
-            ledger._limit = ledger.live_bytes + 2**20  # four layers in fp32
+            ledger.limit_bytes = ledger.live_bytes + 2**20  # four layers in fp32
             with monkeypatch.context() as patched:
                 patched.setattr(Rollback, "spare", lambda self: None)
                 with pytest.raises(torch.OutOfMemoryError):
                     session.undo()
             session.undo()
-            ledger._limit = float("inf")
+            ledger.limit_bytes = float("inf")
 
     def test_an_undo_for_which_there_is_no_room_changes_nothing(self) -> None:
         with large_run() as (workload, ledger):
             session = fit(workload, "--adam8bit")
             before, structure = Snapshot(workload), fingerprint(workload.model, workload.optimizers)
-            ledger._limit = ledger.live_bytes + 2**19
+            ledger.limit_bytes = ledger.live_bytes + 2**19
             with pytest.raises(torch.OutOfMemoryError):
                 session.undo()
             assert session_of(workload.model) is session
             assert session.plan == Plan.parse("--adam8bit")
-            ledger._limit = float("inf")
+            ledger.limit_bytes = float("inf")
             assert changed_between(before, Snapshot(workload)) == []
             assert differing(structure, fingerprint(workload.model, workload.optimizers)) == []
             session.undo()

@@ -12,7 +12,7 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure
 from memlab.records import Category, Phase
-from memlab.techniques.offload.spill import _spilled_storages
+from memlab.techniques.offload.spill import spilled_storages
 from tests.loops.cases import CASES
 from tests.techniques.models import Masked, distance, gpt2, gradients, ragged_batch, workload
 
@@ -88,14 +88,14 @@ def test_parameters_stay_where_they_are() -> None:
 
 def test_nothing_stays_off_the_device_after_the_backward() -> None:
     model, batch = gpt2(), ragged_batch()
-    before = len(_spilled_storages)
+    before = len(spilled_storages)
     with fit(workload(model), "--offload activations"):
         loss = model(**batch).loss
-        assert len(_spilled_storages) > before
+        assert len(spilled_storages) > before
         loss.backward()
         del loss
         gc.collect()
-        assert len(_spilled_storages) == before
+        assert len(spilled_storages) == before
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_memory_off_the_device_is_used_again() -> None:
         held = []
         for _ in range(4):
             model(**batch).loss.backward()
-            held.append((technique._spill.held_bytes, technique._spill.peak_bytes))
+            held.append((technique.spill.held_bytes, technique.spill.peak_bytes))
         assert held == held[:1] * 4
         assert held[0][0] <= 2 * held[0][1] + 2**20
 
@@ -215,7 +215,7 @@ def test_graphs_may_interleave_be_kept_and_be_forgotten() -> None:
     with fit(workload(model), "--offload activations") as session:
         found = trained()
         gc.collect()
-        assert session.techniques[0]._spill.stored_bytes == 0
+        assert session.techniques[0].spill.stored_bytes == 0
     assert distance(found, expected) == 0
 
 
@@ -245,14 +245,14 @@ def test_a_graph_outlives_the_session() -> None:
 
 def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
     model, batch = gpt2(), ragged_batch()
-    before = len(_spilled_storages)
+    before = len(spilled_storages)
     with fit(workload(model), "--offload activations"):
         handle = model.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(**batch)
         handle.remove()
         gc.collect()
-        assert len(_spilled_storages) == before
+        assert len(spilled_storages) == before
         model(**batch).loss.backward()
 
 

@@ -465,10 +465,10 @@ def test_predictions_agree_with_the_ledger(flags: str) -> None:
 
 def test_nothing_is_left_behind() -> None:
     from memlab.runtime import homes
-    from memlab.techniques.offload.spill import _spilled_storages
+    from memlab.techniques.offload.spill import spilled_storages
 
     gc.collect()
-    before = len(_spilled_storages), len(homes._homes)
+    before = len(spilled_storages), len(homes._homes)
     model = deep()
     load = workload(model, **batch())
     session = fit(load, "--offload params,optimizer")
@@ -478,7 +478,7 @@ def test_nothing_is_left_behind() -> None:
     del session
     gc.collect()
     assert watched() is None
-    assert (len(_spilled_storages), len(homes._homes)) == before
+    assert (len(spilled_storages), len(homes._homes)) == before
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 

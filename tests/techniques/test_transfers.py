@@ -122,7 +122,7 @@ def test_activations_arrive_before_they_are_read(luck: Luck, order: list[int], l
         found = gradients_after(model, call, order, twice=twice)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         gc.collect()
-        assert call.technique._spill.stored_bytes == 0  # type: ignore[attr-defined]
+        assert call.technique.spill.stored_bytes == 0  # type: ignore[attr-defined]
         streams.settle()
 
 
@@ -153,7 +153,7 @@ def test_a_failed_forward_gives_everything_back() -> None:
         with pytest.raises(ZeroDivisionError):
             call(inputs_of(0))
         gc.collect()
-        assert call.technique._spill.stored_bytes == 0  # type: ignore[attr-defined]
+        assert call.technique.spill.stored_bytes == 0  # type: ignore[attr-defined]
         streams.settle()
 
 

@@ -345,7 +345,7 @@ class OffloadActivations(Offload):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._model: nn.Module | None = None
-        self._spill: Spill | None = None
+        self.spill: Spill | None = None
         self._reads_in_place = self._is_twin = False
         self._calls, self._writes_later = 0, False  # whether activations are written to once they were saved
 
@@ -354,13 +354,13 @@ class OffloadActivations(Offload):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model = workload.model
-        self._spill = Spill(self._tier(workload.device), pooled=True)
+        self.spill = Spill(self._tier(workload.device), pooled=True)
         self._reads_in_place = workload.device.type == "cpu"
         self._is_twin = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget_pool)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._model is None or self._spill is None:
+        if self._model is None or self.spill is None:
             return call(*args, **kwargs)  # run again by a backward pass that comes when the plan has gone
         if are_saved_by_hooks_of_the_loop():  # of several hooks torch calls the newest alone
             self.note_once(
@@ -371,7 +371,7 @@ class OffloadActivations(Offload):
             storage_of(tensor) for tensors in (self._model.parameters(), self._model.buffers()) for tensor in tensors
         }
         in_place = self._reads_in_place
-        passage = _Passage(self._spill, reads_in_place=True) if in_place else _CopiedPassage(self._spill)
+        passage = _Passage(self.spill, reads_in_place=True) if in_place else _CopiedPassage(self.spill)
         packing = _Packing(passage, staying)
         watched = not self._is_twin and (self._writes_later or self._calls < _CALLS_WATCHED)
         watching = WritesWatch(packing.is_written) if watched else nullcontext()
@@ -392,14 +392,14 @@ class OffloadActivations(Offload):
         return output
 
     def trial_over(self) -> None:
-        if self._spill is not None and self._model is not None:
-            self._spill = Spill(self._spill.tier, pooled=True)
+        if self.spill is not None and self._model is not None:
+            self.spill = Spill(self.spill.tier, pooled=True)
 
     @property
     def host_bytes(self) -> int:
-        return self._spill.peak_bytes if self._spill else 0
+        return self.spill.peak_bytes if self.spill else 0
 
     def _forget_pool(self) -> None:
         """Forget the pool: what is in use keeps its memory until it dies."""
         settle()
-        self._model = self._spill = None
+        self._model = self.spill = None

@@ -24,13 +24,13 @@ from memlab.techniques.base import Technique
 from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
 from memlab.techniques.offload.transfers import settle
 
-_spilled_storages: WhileAlive[bool] = WhileAlive()
+spilled_storages: WhileAlive[bool] = WhileAlive()
 _spilling = False
 
 
 def is_spilled(storage: torch.UntypedStorage) -> bool:
     """Return whether a storage is kept elsewhere by a `Spill`, so that it takes no memory of the device."""
-    return _spilling or _spilled_storages.of(storage) is not None
+    return _spilling or spilled_storages.of(storage) is not None
 
 
 @contextmanager
@@ -149,7 +149,7 @@ class Spill:
         return spilled
 
     def _keep_count(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        _spilled_storages.keep(storage, True)
+        spilled_storages.keep(storage, True)
         self._stored_bytes += size_bytes
         self._gone.watch(storage, size_bytes)
         self.peak_bytes = max(self.peak_bytes, self.stored_bytes)
