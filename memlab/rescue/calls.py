@@ -21,7 +21,7 @@ from memlab.runtime.graphs import is_within_checkpoint, why_as_written
 from memlab.runtime.lifetimes import WhileAlive
 from memlab.runtime.loop_mode import has_compiled_code
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.runtime.stand_ins import is_ours
+from memlab.runtime.stand_ins import have_others
 
 if TYPE_CHECKING:
     from memlab.rescue.rescuer import Rescuer
@@ -96,7 +96,7 @@ class Calls:
         why = ""
         if any(technique.updates_in_backward for technique in rescuer.session.techniques):
             why = "it updates parameters"
-        elif any(not is_ours(hook) for p in self._model.parameters() for hook in (p._backward_hooks or {}).values()):
+        elif have_others(parameter._backward_hooks for parameter in self._model.parameters()):
             # which would be called with None by a backward pass that does not reach the parameter
             why = "parameters have hooks"
         else:

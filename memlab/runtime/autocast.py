@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
+from memlab.runtime.dispatch import HALF
 from memlab.runtime.graphs import repeatable_hooks
 from memlab.runtime.interrupts import deferred_interrupts
+
+
+def as_fp32(leaf: Any) -> Any:
+    """Return a tensor of half precision in fp32, and anything else as it is."""
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
 
 
 def device_types() -> tuple[str, ...]:

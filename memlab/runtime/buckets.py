@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.runtime.state_entries import Optimizer, Parameter
+from memlab.runtime.state_entries import Optimizer, Parameter, parameters_in
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import Technique
@@ -16,12 +16,6 @@ LEAST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 64 * 2**20
 _SHARES = 32
 _ADAM_BYTES_PER_ELEMENT = 8  # two fp32 moments
 _SEPARABLE_PACKAGES = ("torch.optim.", "bitsandbytes.optim.", "transformers.optimization")
-
-
-def parameters_in(optimizer: Optimizer) -> Iterator[Parameter]:
-    """Yield the parameters of an optimizer, in order."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def with_gradient(optimizer: Optimizer) -> Iterator[Parameter]:

@@ -6,7 +6,7 @@ import ast
 import dis
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -205,11 +205,16 @@ def _global_names(code: Any) -> Iterator[str]:
         yield from _global_names(constant)
 
 
+def _named(live: Mapping[str, Any], used: Sequence[str], assigned: Collection[str]) -> list[str]:
+    """Return the variables that a cell uses, or functions that it uses do; not what it makes itself."""
+    return [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
+
+
 def is_trained_by(workload: Workload, namespace: Mapping[str, Any], cell: str) -> bool:
     """Return whether a cell trains this workload for certain: it uses an optimizer of the model, or makes nothing itself."""
     live = _visible(namespace)
     used, assigned = names_in(cell, live)
-    named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
+    named = _named(live, used, assigned)
     optimizers = _optimizers_held(live, named)
     return not assigned or any(own is each for own in workload.optimizers for each in optimizers)
 
@@ -227,7 +232,7 @@ def stale_optimizers(namespace: Mapping[str, Any], cell: str) -> list[str]:
     """
     live = _visible(namespace)
     used, assigned = names_in(cell, live)
-    named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
+    named = _named(live, used, assigned)
     optimizers = {name: live[name] for name in named if isinstance(live[name], torch.optim.Optimizer)}
     if not optimizers:
         return []
@@ -379,7 +384,7 @@ def _stepped(
     models: Mapping[str, nn.Module], live: Mapping[str, Any], used: list[str], assigned: set[str]
 ) -> dict[str, nn.Module]:
     """Return those of several models whose parameters an optimizer holds that the cell uses; else that any holds; else all."""
-    named = [name for name in (*used, *names_read_by(used, live)) if name in live and name not in assigned]
+    named = _named(live, used, assigned)
     for optimizers in (_optimizers_held(live, named), live_optimizers()):
         stepped = {name: m for name, m in models.items() if any(steps_some_of(each, m) for each in optimizers)}
         if stepped:

@@ -33,7 +33,7 @@ import torch
 
 from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
 from memlab.runtime.interrupts import Caller, deferred_interrupts
-from memlab.runtime.state_entries import Optimizer, Parameter, changing, kept_of, restored, set_state
+from memlab.runtime.state_entries import Optimizer, Parameter, changing, kept_of, parameters_in, restored, set_state
 from memlab.runtime.state_layers import SMALL_ELEMENTS, at_home, pack_again, packed, unpacked
 
 if TYPE_CHECKING:  # techniques import this module
@@ -387,7 +387,7 @@ class OwnStep:
 @contextmanager
 def _opened(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[None]:
     """All state and parameters of an optimizer as its own step expects them."""
-    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    everything = [*parameters_in(optimizer)]
     with _announced(optimizer, iter([everything]), techniques) as announced:
         for bucket in announced:
             with at_home(techniques, bucket, updates=True):

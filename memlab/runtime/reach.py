@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memlab.runtime import callers, containers
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.rng import is_generator
-from memlab.runtime.stand_ins import HOOK_OPTIONS, is_ours
+from memlab.runtime.stand_ins import HOOK_OPTIONS, have_others, is_ours
+from memlab.runtime.state_entries import parameters_in
 
 # tensors and arrays up to this size are copied whatever is known of them, since some operators write without a trace
 SMALL_BYTES = 64 * 1024
@@ -276,7 +277,7 @@ class Walk(ABC):
         self.met(containers.Sequence(optimizer.param_groups, _always(f"{name}.param_groups")))
         for group in optimizer.param_groups:
             self._dict(group, lambda key: f"{name}.param_groups[{key!r}]", depth + 1, skipped=frozenset(("params",)))
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [*parameters_in(optimizer)]
         # aliases may be in the places of weights
         weights = {_place_of(weight) for module in self._own for weight in module._parameters.values()}
         # a session hooks those that step
@@ -447,7 +448,7 @@ def has_backward_hooks(model: nn.Module) -> bool:
     tables = [getattr(nn.modules.module, key) for key in _GLOBAL_BACKWARD_HOOKS]
     for module in model.modules():
         tables += module._backward_hooks, module._backward_pre_hooks
-    return any(not is_ours(hook) for table in tables if table for hook in table.values())
+    return have_others(tables)
 
 
 def is_of_library(home: str | None) -> bool:

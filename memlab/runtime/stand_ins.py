@@ -10,7 +10,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any
@@ -133,6 +133,11 @@ def is_ours(hook: Any) -> bool:
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return str(home).partition(".")[0] == "memlab"
+
+
+def have_others(tables: Iterable[Mapping[Any, Any] | None]) -> bool:
+    """Return whether tables of hooks have one that is not memlab's."""
+    return any(not is_ours(hook) for table in tables if table for hook in table.values())
 
 
 def copy_in(frame: FrameType, name: str, value: Any, owner: nn.Module | None) -> nn.Module | None:

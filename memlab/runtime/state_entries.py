@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,12 @@ Parameter = torch.nn.Parameter
 # one for each optimizer, held while its state is packed, updated or put back: another thread may read an entry meanwhile
 _locks: MutableMapping[Optimizer, threading.RLock] = WeakIdKeyDictionary()
 _PATIENCE_SECONDS = 1.0  # a step that raised may hold it for good
+
+
+def parameters_in(optimizer: Optimizer) -> Iterator[Parameter]:
+    """Yield the parameters of an optimizer, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def changing(optimizer: Optimizer) -> threading.RLock:
@@ -240,7 +246,7 @@ def note_held(optimizers: Sequence[Optimizer]) -> None:
     """Note entries of optimizers' state that the loop holds, before they are replaced; nothing else may hold them meanwhile."""
     for optimizer in optimizers:
         before, now = held_of.pop(optimizer, {}), {}
-        for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        for parameter in [*parameters_in(optimizer)]:
             state, known = optimizer.state.get(parameter), before.pop(id(parameter), None)
             entries = known.entries if known is not None and known.is_of(state) else []
             del known
@@ -258,7 +264,7 @@ def note_held(optimizers: Sequence[Optimizer]) -> None:
 def restored(optimizers: Sequence[Optimizer]) -> None:
     """Note that entries are those again that were in `optimizer.state` before something failed."""
     for optimizer in optimizers:
-        parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        parameters = {id(p): p for p in parameters_in(optimizer)}
         for known in (held_of.get(optimizer, {}), followed_of.get(optimizer, {})):
             for key, entry in known.items():
                 entry.current = optimizer.state.get(parameters[key]) if key in parameters else None

@@ -33,6 +33,7 @@ from memlab.runtime.state_entries import (
     held_of,
     held_states,
     kept_of,
+    parameters_in,
     set_state,
 )
 
@@ -209,7 +210,7 @@ def canonical_state_dict(
     """
     if not any(technique.changes_state for technique in techniques):
         return state_dict
-    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    everything = [*parameters_in(optimizer)]
 
     def parameter_of(key: Any) -> Any:
         return everything[key] if type(key) is int else None

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.runtime.stand_ins import CALL, is_ours, own_attributes
+from memlab.runtime.stand_ins import CALL, have_others, own_attributes
 from memlab.runtime.tree import tensors_in
 
 _MOST_ENTRIES = 10_000  # longer containers are data
@@ -190,7 +190,7 @@ def refuse_hooks(name: str, parameter: nn.Parameter) -> None:
     """An engine has parameters of its own, on which hooks of the user's would not run."""
     tables = (getattr(parameter, table, None) for table in ("_backward_hooks", "_post_accumulate_grad_hooks"))
     # those of a plan that goes are memlab's
-    if any(not is_ours(hook) for table in tables if table for hook in table.values()):
+    if have_others(tables):
         raise RefusalError("scale", f"{name} has gradient hooks, which an engine would not run", "remove them first")
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from memlab.errors import ScaleError
+from memlab.runtime.state_entries import parameters_in
 from memlab.runtime.workload import Workload
 
 Optimizer = torch.optim.Optimizer
@@ -56,7 +57,7 @@ def all_of(workload: Workload) -> dict[str, torch.Tensor]:
     """Every tensor that training changes, by key."""
     names = names_of(workload.model)
     for optimizer in workload.optimizers:
-        strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+        strange = [p for p in parameters_in(optimizer) if id(p) not in names]
         if strange:
             raise ScaleError(
                 f"{type(optimizer).__name__} steps {len(strange)} parameters that are not in {workload.name}: "

@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
-from memlab.runtime.buckets import parameters_in
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.observer import Observer
 from memlab.runtime.ownership import WITHOUT_VALUES, is_made, stepped_by
+from memlab.runtime.state_entries import parameters_in
 from memlab.runtime.workload import Workload
 from memlab.session import together
 from memlab.session.log import Log

@@ -28,6 +28,7 @@ from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.plan.fields import zero_stage
 from memlab.runtime.optimizer_step import second_of
+from memlab.runtime.state_entries import parameters_in
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, one_rank
 from memlab.scaleout.engines.deepspeed_engine import (
@@ -91,7 +92,7 @@ class LiveZero(InProcessEngine):
         self._check_parameters(optimizer)
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
-        stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        stepped = {id(p): p for p in parameters_in(optimizer) if p.requires_grad}
         own = {id(p): name for name, p in self.workload.model.named_parameters() if p.requires_grad}
         if stepped.keys() != own.keys():
             raise RefusalError(

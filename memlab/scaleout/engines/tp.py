@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from memlab.errors import RefusalError
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.optimizer_step import plain_stepper
+from memlab.runtime.state_entries import parameters_in
 from memlab.scaleout.engines.fsdp2 import Fsdp2
 
 # how torch cuts a layer, by what plans call it
@@ -146,7 +147,7 @@ class Tp(Fsdp2):
         return self.inner(*args, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [*parameters_in(optimizer)]
         kinds = [parameters]
         if is_separable(optimizer):
             kinds = [[each for each in parameters if isinstance(each, DTensor) is is_cut] for is_cut in (True, False)]

@@ -22,7 +22,7 @@ from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.modules import parameters_made
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness, is_generator
-from memlab.runtime.stand_ins import is_ours
+from memlab.runtime.stand_ins import have_others
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.tree import flatten, own_attributes
 from memlab.techniques.accumulation.agreement import Agreement, refuse
@@ -432,8 +432,7 @@ class _LeavesBeside:
     def set_aside(self, leaves: Iterable[torch.Tensor], name: str) -> None:
         """Take gradients of leaves away, unless that is done. Refuses hooks on them, which would be called once for each part."""
         for leaf in leaves:
-            tables = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
-            if any(not is_ours(hook) for table in tables for hook in (table or {}).values()):
+            if have_others((leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))):
                 refuse(
                     f"{name} uses a tensor of the loop's that has a hook, which would be called once for each micro-batch"
                 )

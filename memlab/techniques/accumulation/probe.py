@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.aliases import KEEP_WHOLE
-from memlab.runtime.autocast import without_autocast
+from memlab.runtime.autocast import as_fp32, without_autocast
 from memlab.runtime.dispatch import HALF
 from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.out_of_memory import is_out_of_memory, release
@@ -378,7 +378,8 @@ class Probe:
             quiet.put_back()
 
     def _widened(self, call: Call) -> Call:
-        return call if self._has_half_parameters else call.with_leaves([_widened(leaf) for leaf in call.leaves])
+        """Return a call without what Fabric has cast for a model under autocast: the probe runs without."""
+        return call if self._has_half_parameters else call.with_leaves([*map(as_fp32, call.leaves)])
 
     @property
     def _has_half_parameters(self) -> bool:
@@ -407,11 +408,6 @@ def _cut_short(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.size(-1) <= _MOST_COLUMNS:
         return leaf
     return leaf.narrow(-1, 0, _MOST_COLUMNS).clone()
-
-
-def _widened(leaf: Any) -> Any:
-    """An input that Fabric has cast for a model under autocast, as the probe without autocast needs it."""
-    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF else leaf
 
 
 def _closest(

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memlab.runtime.autocast import as_fp32
 from memlab.runtime.dispatch import HALF, MATRIX_PRODUCTS, WatchingMode
 
 # what may come from rounding, in times of what noise of one precision changes
@@ -77,7 +78,7 @@ class _OneType(TorchFunctionMode):
         dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         writes_or_reads = str(getattr(func, "__name__", "")).endswith("_")  # in place, or an attribute
         if torch.float32 in dtypes and not dtypes.isdisjoint(HALF) and not writes_or_reads:
-            args, kwargs = tree_map(_as_full, (args, kwargs))
+            args, kwargs = tree_map(as_fp32, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -90,12 +91,8 @@ class _InFull(WatchingMode):
         schema = func._schema
         if schema.is_mutable or any(each.alias_info for each in schema.returns):
             return func(*args, **kwargs)
-        full_args, full_kwargs = tree_map(_as_full, (args, kwargs))
+        full_args, full_kwargs = tree_map(as_fp32, (args, kwargs))
         return func(*full_args, **full_kwargs)
-
-
-def _as_full(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
 def is_switched(difference: float, little: float, much: float) -> bool:

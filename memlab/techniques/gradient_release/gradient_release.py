@@ -61,12 +61,12 @@ from torch.autograd.graph import GradientEdge
 from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
-from memlab.runtime.buckets import is_separable, parameters_in, share_of, size_of
+from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
 from memlab.runtime.own_steps import is_own_step
-from memlab.runtime.state_entries import PackedState, kept_of
+from memlab.runtime.state_entries import PackedState, kept_of, parameters_in
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique, process_count

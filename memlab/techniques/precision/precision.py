@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
-from memlab.runtime.autocast import without_autocast
+from memlab.runtime.autocast import as_fp32, without_autocast
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
@@ -53,7 +53,7 @@ from memlab.techniques.precision.first_call import (
 from memlab.techniques.precision.loss_scale import LossScale
 from memlab.techniques.precision.masters import Masters
 from memlab.techniques.precision.packed_moments import PackedMoments
-from memlab.techniques.precision.pure_bf16 import PureBf16, as_fp32
+from memlab.techniques.precision.pure_bf16 import PureBf16
 
 _HELD = (
     f"{HOLDS_GRADIENTS}, which would be others in bf16",

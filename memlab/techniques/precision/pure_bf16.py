@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import RefusalError
-from memlab.runtime.autocast import without_autocast
+from memlab.runtime.autocast import as_fp32, without_autocast
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.callers import is_in_hook
 from memlab.runtime.graphs import Beginning, nodes_of
@@ -326,12 +326,6 @@ def _require_in_force(pure: PureBf16 | None) -> None:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def as_fp32(leaf: Any) -> Any:
-    """An output of a model in half precision as the loop gets it."""
-    low = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
-    return leaf.float() if low else leaf
 
 
 def as_bf16(leaf: Any) -> Any:
