@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_GUESTS})
+    return __all__
 
 
 def _live_engine(plan: Plan, workload: Workload) -> LiveEngine:

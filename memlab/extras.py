@@ -35,11 +35,7 @@ def available(package: str) -> bool:
 
 
 def require(package: str) -> ModuleType:
-    """Import an optional package.
-
-    Raises:
-        MissingExtraError: it is not installed; the message holds the command that installs it.
-    """
+    """Import an optional package. Raises `MissingExtraError`: it is not installed; the message holds the command that installs it."""
     try:
         # where it is being imported, this waits until it is there
         return importlib.import_module(package) if package in sys.modules else _imported(package)

@@ -54,11 +54,7 @@ class MagicMemfit:
         self._register(shell, notebook)
 
     def close(self) -> None:
-        """Undo every session and take everything out of the shell.
-
-        Raises:
-            SessionError: a background cell does not end; everything is as it was.
-        """
+        """Undo every session and take everything out of the shell. Raises `SessionError`: a background cell does not end; everything is as it was."""
         self.notebook.background.close()
         for session in sessions():
             session.undo()

@@ -82,11 +82,7 @@ class LiveSteps(Observer):
         self._steering.apply_waiting_when_idle()
 
     def boundary(self) -> None:
-        """Stand still, or end, where that was asked for.
-
-        Raises:
-            Cancelled: the loop is to end between two steps.
-        """
+        """Stand still, or end, where that was asked for. Raises `Cancelled`: the loop is to end between two steps."""
         hold = self._loop.hold
         if hold.is_off:
             return

@@ -49,13 +49,7 @@ class Stage:
     def play(
         self, steps: Iterator[Any], ended: Callable[[BaseException | None], None], after_seconds: float = 0.0
     ) -> Playing:
-        """Advance an iterator, a step at a time, while no cell runs; it is closed before the next cell does.
-
-        Args:
-            steps: the iterator.
-            ended: called when it is over, with the error that ended it or None.
-            after_seconds: time to wait before the first step, in which another cell may begin.
-        """
+        """Advance an iterator by a step at a time while no cell runs, and call `ended` with its error or None; it is closed before the next cell."""
         raise SessionError(BESIDE_CELLS)
 
 

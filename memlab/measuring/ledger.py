@@ -180,11 +180,7 @@ class Ledger(WatchingMode):
             self._assigned.setdefault(alive.number, category)
 
     def finish(self) -> Observation:
-        """Return what was seen since `begin`.
-
-        Raises:
-            Exception: what an operator gave could not be recorded, so that the rest was not seen.
-        """
+        """Return what was seen since `begin`. Raises `Exception`: what an operator gave could not be recorded, so that the rest was not seen."""
         if self._failure is not None:
             raise self._failure
         self._record_deaths()

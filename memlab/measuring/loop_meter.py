@@ -14,13 +14,7 @@ from memlab.session import Session
 
 
 def meter_of(sessions: Callable[[], Sequence[Session]], device: Device) -> Meter:
-    """Make the meter of a loop's sessions, which counts what all of them hold; the caller closes it.
-
-    Args:
-        sessions: gives those of the loop, which may become more or others while the meter runs. The first one's model is the
-            meter's.
-        device: what memory is counted on.
-    """
+    """Make the meter of a loop's sessions, which may become more or others, on the first one's model; the caller closes it."""
     first = sessions()[0].workload
     return Meter(
         first.model,

@@ -127,13 +127,7 @@ class Meter(Observer):
         self.only_tried()  # what failed under the old plan is no peak of the new one
 
     def take_in(self, number: int, model: torch.nn.Module, names: Sequence[str]) -> None:
-        """Measure another model that trains in the same loop, or one in the place of another that is gone.
-
-        Args:
-            number: of the model from now on, from 1; see `call_begins`.
-            model: the model.
-            names: of all, by number; none if there is one.
-        """
+        """Measure another model that trains in the same loop, or one in the place of another that is gone; it has this number from 1 on."""
         self._stop_recording()
         self.tape = None  # of the models before, which says nothing of all
         period = self.times.period

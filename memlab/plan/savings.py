@@ -14,6 +14,7 @@ from typing import Any
 from memlab.errors import PlanError
 from memlab.plan.fields import BY_NAME, EIGHT_BIT, Checkpointing, Loss, Offloaded, OptimizerChoice, Precision, Tier
 from memlab.plan.plan import Plan
+from memlab.units import exact_size
 
 _USUAL_TILES = 4
 _RECOMPUTING = {"off": 1.0, "selective": 1.1, "every": 1.15, "budget": 1.15, "full": 1.3}
@@ -68,9 +69,8 @@ def _rows_at_a_time(before: int, after: int, rows: int) -> str:
 def _recomputed(_before: Checkpointing, after: Checkpointing, _rows: int) -> str:
     if after.kind == "every":
         return f"activations of one block in {after.every} recomputed in the backward pass"
-    if after.kind == "budget":
-        size = after.removeprefix("budget:")
-        return f"activations of blocks recomputed in the backward pass until {size} hold the rest"
+    if after.budget_bytes is not None:
+        return f"activations of blocks recomputed in the backward pass until {exact_size(after.budget_bytes)} hold the rest"
     which = "of every block" if after == "full" else "but for matrix products and attention"
     return f"activations {which} recomputed in the backward pass"
 

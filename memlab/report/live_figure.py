@@ -39,13 +39,7 @@ _NICE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0
 
 
 def drawing(moment: Moment, known: Chart | None = None) -> dict[str, Any]:
-    """Reduce a moment to `traces` and a `layout`, as plotly takes them.
-
-    Args:
-        moment: what is drawn.
-        known: its `predicted`, or that of an earlier moment with the same predictions, settings and budget,
-            which saves half of the work.
-    """
+    """Reduce a moment to `traces` and a `layout`, as plotly takes them; with its `predicted`, or that of a like moment, half of the work is saved."""
     sheet = sheet_of(moment)
     mapped = with_trials(known or predicted(moment), moment)
     traces = [*memory_traces(moment, sheet), *speed_traces(sheet), *map_traces(mapped, moment.plan.label)]

@@ -37,11 +37,7 @@ def png(profile: Profile, budget_bytes: int | None = None) -> bytes:
 
 
 def together_png(profiles: Sequence[Profile]) -> bytes:
-    """Draw several steps below each other, on one scale of memory and one of time.
-
-    Raises:
-        MemlabError: no profile, or one without a timeline.
-    """
+    """Draw several steps below each other, on one scale of memory and one of time. Raises `MemlabError`: no profile, or one without a timeline."""
     bare = [profile.plan for profile in profiles if not profile.timeline]
     if bare or not profiles:
         raise MemlabError(f"a picture of steps needs steps with a timeline, and has none of {', '.join(bare) or 'any'}")

@@ -59,11 +59,7 @@ class Calls:
     # -- how a call is run ---------------------------------------------------------------------
 
     def run(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a training forward so that it can be repeated.
-
-        Raises:
-            NothingFitsError: under no plan to fall back on there is memory for it.
-        """
+        """Run a training forward so that it can be repeated. Raises `NothingFitsError`: under no plan to fall back on there is memory for it."""
         way: Callable[..., Any] = _as_written
         with self.rescuer.stepping_aside():
             way = self._way(args, kwargs)

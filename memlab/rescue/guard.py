@@ -125,13 +125,7 @@ class GuardedCall(RepeatableCall):
         return any(self._paths[number] in others for others in graphs.before(_edges(self._graph)).values())
 
     def hook(self, number: int, hook: Callable[..., Any], *, by: str = "register_hook") -> RemovableHandle:
-        """Have a function called with the whole gradient of an output, what comes through other outputs included.
-
-        Args:
-            number: of the output.
-            hook: the function.
-            by: torch's function by which the loop asks for it.
-        """
+        """Have a function called with the whole gradient of an output, what comes through other outputs included; `by` is how the loop asks."""
         table = self._hooks.setdefault(self._paths[number], OrderedDict())
         handle = RemovableHandle(table)
         table[handle.id] = graphs.Asking(hook, by)

@@ -105,12 +105,7 @@ class Recovery:
         self._work_began = perf_counter()
 
     def until_it_fits(self, work: Callable[[], _T], make_room: Callable[[BaseException], None]) -> _T:
-        """Do something again, under other plans, until memory suffices.
-
-        Args:
-            work: what to do; as if never tried when it is done again.
-            make_room: called with the error once it is handled no more, so that nothing is held by its frames.
-        """
+        """Do something again, as if never tried, under other plans, until memory suffices; errors no longer hold anything when room is made."""
         while True:
             oom: BaseException | None = None
             try:

@@ -246,11 +246,7 @@ class RepeatableCall:
     # -- runs that follow ----------------------------------------------------------------------
 
     def _run_again(self, wanted: Iterable[Path]) -> None:
-        """Make the graph anew under the plan in force, as the first run made it.
-
-        Args:
-            wanted: outputs whose gradients have come.
-        """
+        """Make the graph of the wanted outputs anew under the plan in force, as the first run made it."""
         leaves = list(self._leaves)
         for position in self._inputs:
             leaves[position] = leaves[position].detach().requires_grad_()
@@ -260,11 +256,7 @@ class RepeatableCall:
         self._inner_inputs = [*(leaves[position] for position in self._inputs), *self._found.leaves]
 
     def _require_same(self, made: Mapping[Path, torch.Tensor], wanted: Iterable[Path]) -> None:
-        """Refuse gradients of a run that gives other values than the first.
-
-        Raises:
-            OtherResultsError: it does.
-        """
+        """Refuse gradients of a run that gives other values than the first. Raises `OtherResultsError`: it does."""
         draws = self._after is None or not self._before.random.equals(self._after)
         gave = {path: self._gave[path] for path in wanted if path in self._gave}
         if draws:  # a loss that the model computes may be of other random numbers

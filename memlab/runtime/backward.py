@@ -46,11 +46,7 @@ def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def is_added(node: Any) -> bool:
-    """Return whether the backward pass under way adds a gradient at a node; `torch.autograd.grad` adds none at leaves.
-
-    Args:
-        node: one that adds gradients to a leaf.
-    """
+    """Return whether the backward pass under way adds a gradient at this node of a leaf; `torch.autograd.grad` adds none there."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer for a leaf that `torch.autograd.grad` was asked for

@@ -26,12 +26,7 @@ _held: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], list[int]]] = weakr
 
 
 def held_by_graph(state: Any, *records: Any) -> None:
-    """Note that a graph is about to hold a `State`.
-
-    Args:
-        state: that is put back when a part is run again.
-        records: lists and tuples of the same run that refer to objects of the loop.
-    """
+    """Note that a graph is about to hold a `State`, and lists and tuples of the same run that refer to objects of the loop."""
     _held[state] = records, [0]
 
 

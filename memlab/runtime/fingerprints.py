@@ -46,12 +46,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, value: Any, number: int = 1) -> Fingerprint | None:
-        """Return that of a tensor of numbers with a fraction; None for anything else.
-
-        Args:
-            value: that a run has given.
-            number: of the run, from one; on a GPU not every one is compared.
-        """
+        """Return that of a tensor of numbers with a fraction, None for anything else; on a GPU not every run is compared."""
         if type(value) not in _PLAIN or (tolerance := _TOLERANCES.get(value.dtype)) is None:
             return None
         if value.layout is not torch.strided or value.is_meta or not value.numel():
@@ -82,12 +77,7 @@ class Fingerprint:
         return self._numbers
 
     def is_like(self, other: Fingerprint | None, tolerance: float = 0.0) -> bool:
-        """Return whether two runs have given the same, but for rounding.
-
-        Args:
-            other: of the second run; None where it gave what has no fingerprint.
-            tolerance: that is allowed at least, relative to the norm.
-        """
+        """Return whether two runs have given the same, but for rounding and a tolerance relative to the norm."""
         if other is None:
             return True
         # the mean of what cancels out is far smaller than what was rounded
@@ -118,24 +108,12 @@ def fingerprints(values: Mapping[Any, Any], number: int = 1) -> dict[Any, Finger
 
 
 def are_others(gave: Mapping[Any, Fingerprint], gives: Mapping[Any, Any], tolerance: float = 0.0) -> bool:
-    """Return whether a second run gives other values than the first.
-
-    Args:
-        gave: fingerprints of the first run's.
-        gives: values of the second, by the same keys.
-        tolerance: as for `Fingerprint.is_like`.
-    """
+    """Return whether a second run gives other values than the fingerprints of the first say, beyond a tolerance."""
     return any(not found.is_like(Fingerprint.of(gives[key]), tolerance) for key, found in gave.items())
 
 
 def other_results(field: str, name: str, instead: str = "use --offload activations") -> RefusalError:
-    """Return the refusal of a part that was run again.
-
-    Args:
-        field: of the plan, by which it was.
-        name: of the part, for people.
-        instead: what works.
-    """
+    """Return the refusal of a part, named for people, that this field of the plan has run again."""
     return RefusalError(
         field,
         f"{name} computed something else when it ran again in the backward pass: {CHANGED}",

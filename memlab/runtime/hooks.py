@@ -161,11 +161,7 @@ class CallHook(InPlace):
             stand_in(model, "forward", handled, undo)
 
     def set_aside(self) -> bool:
-        """Take the hook out for a while; calls run as if there were none.
-
-        Returns:
-            Whether it is out. It stays where something was put over it, and where the class has a call of its own.
-        """
+        """Take the hook out for a while; False where it stays, under something put over it or where the class has a call of its own."""
         model = self.owner()
         if model is None or model.__dict__.get(CALL) is not self or _has_own_call(type(model)):
             return False
@@ -373,12 +369,7 @@ def keep_last(optimizer: torch.optim.Optimizer, before: StepHandler) -> bool:
 
 
 def on_each_step(found: Callable[[torch.optim.Optimizer], None], undo: ExitStack) -> None:
-    """Call `found` with every optimizer that steps, before it does, until undone.
-
-    Args:
-        found: a method. Torch's registry is global, so it keeps the method's object no longer than others do.
-        undo: takes the hook out again.
-    """
+    """Call a method with every optimizer that steps, before it does, until undone; torch's registry keeps its object no longer than others do."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     method = weakref.WeakMethod(found)

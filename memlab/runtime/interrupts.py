@@ -117,12 +117,7 @@ class HeldBack(Interrupts):
 
 
 class Listener(_Layer):
-    """Hears of every Ctrl-C that is about to be delivered to the loop.
-
-    Args:
-        previous: the handler that was there.
-        heard: a method, called with what delivers it; it may put that off. The listener goes with its object.
-    """
+    """Calls a method with what delivers a Ctrl-C to the loop, which it may put off; it goes with its object."""
 
     def __init__(self, previous: Handler, heard: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(previous)
@@ -229,11 +224,7 @@ def interruptible() -> AbstractContextManager[None]:
 
 
 def hold_back(caller: FrameType) -> HeldBack | None:
-    """Hold back Ctrl-C until `HeldBack.end`, or until a function is over.
-
-    Returns:
-        What ends it; None where it is held back already, or there is nothing to hold back.
-    """
+    """Hold back Ctrl-C until `HeldBack.end`, or until a function is over; None where it is held back already, or nothing is to be."""
     handler = _handler()
     if handler is None or isinstance(handler, Interrupts):
         return None

@@ -118,11 +118,7 @@ class KeptTensor:
         return is_another
 
     def as_it_was(self, *, with_graph: bool = False) -> torch.Tensor:
-        """Return the tensor, or a copy that may be written to.
-
-        Args:
-            with_graph: with the graph it has; whoever asks has kept it.
-        """
+        """Return the tensor, with the graph that the caller has kept, or a copy that may be written to."""
         values = self._storage.values if self._copy is None and self._storage.is_another else self._copy
         if values is None:
             seen = self.seen if with_graph else None
@@ -246,11 +242,7 @@ class State(Walk):
 
     @contextmanager
     def again(self, *, with_graphs: bool = False) -> Iterator[Repetition]:
-        """Context in which the state is as it was; afterwards it is what it has become since.
-
-        Args:
-            with_graphs: tensors have the graphs they had, for a run that is to be derived through.
-        """
+        """Context in which the state is as it was, with its graphs for a run that is derived through; afterwards it is what it has become since."""
         repetition = Repetition()
         now = [(container, container.read()) for container, _ in self._contents]
         hooks_now = [ModuleHooks(each.attributes) for each in self._hooks]

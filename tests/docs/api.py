@@ -13,12 +13,14 @@ import memlab
 from memlab import errors
 from memlab.errors import MemlabError
 from memlab.inferring.inference import Inference
+from memlab.plan import Plan
 from memlab.records import Measurement, Prediction, Profile
 from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.inference import BatchAdvice, InferenceRecord
 from memlab.records.ranks import HowMany, PredictedRanks, RankPrediction
 from memlab.records.run_record import RunRecord
+from memlab.runtime.workload import Workload
 from memlab.session import Session
 from tests.docs.markdown import NOTE, anchor, documented
 
@@ -36,8 +38,12 @@ RESULTS = (
     *(Comparison, Measurement, Prediction, FoundPlan, Ablation, Session, RunRecord),
     *(Inference, InferenceRecord, BatchAdvice, RankPrediction, PredictedRanks, HowMany),
 )
-# the rest of a session is for memlab's own use
-_SHOWN = {Session: ("plan", "pending", "steps", "switch", "undo")}
+# the rest of them is for memlab's own use
+_SHOWN = {
+    Session: ("plan", "steps", "switch", "undo"),
+    Plan: ("parse", "label", "is_exact", "changes", "contains", "with_setting"),
+    Workload: ("model", "device", "describe", "find", "from_trainer"),
+}
 
 
 def page() -> str:

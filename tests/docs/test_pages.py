@@ -71,8 +71,14 @@ def test_every_public_name_is_explained_with_its_arguments() -> None:
     assert "[`Ablation`](#memlabrecordsablationablation)" in page
     assert "#### `Session.switch`" in page
     assert "#### `Session.hand_over`" not in page
+    assert "#### `Plan.parse`" in page
+    assert "#### `Plan.parse_known`" not in page
     assert " object at 0x" not in page
     assert "<function" not in page
+
+
+def test_completion_offers_the_public_names_alone() -> None:
+    assert dir(memlab) == sorted(memlab.__all__)
 
 
 def test_every_public_member_says_what_it_is() -> None:

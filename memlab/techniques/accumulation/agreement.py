@@ -71,11 +71,7 @@ class Agreement:
         weights: Mapping[int, list[float]],  # for each scalar output that has a rule, one weight per part
         rounded: Callable[[], Outputs],  # gives those of the rows together, rounded differently
     ) -> dict[int, Merge]:
-        """Compare outputs.
-
-        Returns:
-            How outputs that are neither joined nor weighted are put together, by position.
-        """
+        """Compare outputs. Returns how outputs that are neither joined nor weighted are put together, by position."""
         merges: dict[int, Merge] = {}
         for i in range(whole.returned):
             leaf, pieces = whole.leaves[i], [part.leaves[i] for part in parts]

@@ -51,13 +51,7 @@ class MicroStatistics(Technique):
 
 @contextmanager
 def in_groups(model: nn.Module, kinds: tuple[type[nn.Module], ...], rows: Sequence[int]) -> Iterator[None]:
-    """Modules of some kinds treat their input as parts, one after another.
-
-    Args:
-        model: the model.
-        kinds: of its modules.
-        rows: of each part; inputs have a multiple of their sum in dimension 0.
-    """
+    """Have modules of some kinds treat parts of so many rows of their input, or multiples, one after another."""
     with ExitStack() as undo:
         for module in model.modules():
             if kinds and isinstance(module, kinds):

@@ -53,12 +53,7 @@ class Conditions:
         self._key = self._key_of_places()
 
     def key(self, arguments: Mapping[str, Any], contents: Iterable[tuple[Container, Items]]) -> int:
-        """Return a number that is the same for calls under the same conditions.
-
-        Args:
-            arguments: of the call, by how one writes them.
-            contents: what the model reaches, as it was before the call.
-        """
+        """Return a number that is the same for calls with the same arguments and contents of what the model reaches."""
         contents = [*contents]
         tokens = [_tokens(arguments.values()), *(_tokens(items.values()) for _, items in contents)]
         if tokens == self._tokens:

@@ -17,11 +17,7 @@ from memlab.runtime.surroundings import Surroundings
 
 
 def escaped(alive: Callable[[], set[int]]) -> tuple[torch.Tensor, str] | None:
-    """Return a tensor with a graph that something keeps, and in words what; None where there is none.
-
-    Args:
-        alive: tells which storages live on that nobody is known to keep.
-    """
+    """Return a tensor with a graph in one of the storages that live on, and in words what keeps it; None where there is none."""
     if not _with_graph(alive()):
         return None
     gc.collect()

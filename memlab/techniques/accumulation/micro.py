@@ -370,12 +370,7 @@ class MicroRun:
     # -- backward ------------------------------------------------------------------------------
 
     def backward_begins(self, roots: Sequence[Any], inputs: Sequence[Any] | None) -> None:
-        """Refuse a pass in which the loop asks for the gradient of an output that others follow from, which is none of the graph's.
-
-        Args:
-            roots: what the pass begins with.
-            inputs: what `torch.autograd.grad` is asked for; None where gradients go to leaves.
-        """
+        """Refuse a pass in which the loop asks for the gradient of an output that others follow from, which is none of the graph's."""
         alive = [tensor for ref in self._leading if (tensor := ref()) is not None]
         for tensor in alive:
             by = asks_for_gradient(tensor, inputs)

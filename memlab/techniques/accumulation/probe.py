@@ -93,11 +93,7 @@ class Probe:
         self._is_given = False  # whether no other way is likelier
 
     def layout(self, call: Call) -> Layout:
-        """Return how this call splits.
-
-        Raises:
-            RefusalError: no tensor with a batch dimension, or rows that depend on each other.
-        """
+        """Return how this call splits. Raises `RefusalError`: no tensor with a batch dimension, or rows that depend on each other."""
         known = self._layouts.get(call.kind)
         return self._of_fewer_rows(lambda: self._found_layout(call)) if known is None else known.of(call)
 
@@ -311,11 +307,7 @@ class Probe:
         return found, [whole, *outputs]
 
     def _number(self, outputs: Outputs, position: int) -> float:
-        """Return a scalar among outputs, which every part of a batch has to have.
-
-        Raises:
-            RefusalError: this part has none.
-        """
+        """Return a scalar among outputs, which every part of a batch has to have. Raises `RefusalError`: this part has none."""
         number = outputs.leaves[position]
         if not isinstance(number, torch.Tensor):
             reason = f"{self._name} returns a number for a whole batch and none for some of its rows"

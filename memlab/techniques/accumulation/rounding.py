@@ -96,11 +96,5 @@ class _InFull(WatchingMode):
 
 
 def is_switched(difference: float, little: float, much: float) -> bool:
-    """Return whether a difference is explained by units that rounding switches.
-
-    Args:
-        difference: to be explained.
-        little: by how much noise of one precision changes the same.
-        much: by how much strong noise does; out of proportion where units were switched.
-    """
+    """Return whether a difference is explained by units that rounding switches: strong noise changes it out of proportion to little noise."""
     return much > 2 * STRONG * little and difference <= 2 * much

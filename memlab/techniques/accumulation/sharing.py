@@ -26,12 +26,7 @@ class Sharing:
         return {*self._twins, *self._known}
 
     def note(self, leaves: Sequence[Any], before: Mapping[int, torch.Tensor]) -> None:
-        """Note what one micro-batch gave.
-
-        Args:
-            leaves: that, before anything is done to it.
-            before: of tensors that were there before the call, by `id`, what they are for the batch.
-        """
+        """Note what one micro-batch gave, before it is changed; `before` has what tensors from before the call are for the batch, by `id`."""
         tensors = {position: id(leaf) for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         first: dict[int, int] = {}
         twins = {i: first[key] for i, key in tensors.items() if first.setdefault(key, i) != i and key not in before}

@@ -53,12 +53,7 @@ def unjudged(what: str) -> RefusalError:
 
 
 def making(name: str, made: Sequence[str]) -> str:
-    """Return why a call that makes parameters is not split.
-
-    Args:
-        name: of the model, for people.
-        made: names of the parameters.
-    """
+    """Return why a call of a model is not split that makes parameters of these names."""
     return f"the forward pass of {name} makes parameters ({listed(made)}), and each micro-batch would make its own"
 
 

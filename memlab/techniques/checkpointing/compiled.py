@@ -94,11 +94,7 @@ class CompiledParts:
         self._calls = {part: _again(compiled, self._compilers[part]) for part, compiled in _compiled_parts(model)}
 
     def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one training call of the model.
-
-        Raises:
-            RefusalError: the compiler did not ask for the budget, or torch compiled nothing again.
-        """
+        """Run one training call of the model. Raises `RefusalError`: the compiler did not ask for the budget, or torch compiled nothing again."""
         if _is_uncompiled.get():
             return original(*args, **kwargs)
         if self._is_known:

@@ -48,13 +48,7 @@ def contexts(
 
 
 class RecomputationCheck:
-    """Check that a part gives, when it runs again, what its first run gave.
-
-    Args:
-        number: of the run, from one.
-        field: of the plan, by which the part runs again.
-        name: of the part, for people.
-    """
+    """Check that a part gives, when it runs again for a field of the plan, what its first run gave; runs are numbered from one."""
 
     def __init__(self, number: int, field: str, name: str) -> None:
         self._number, self._part = number, (field, name)

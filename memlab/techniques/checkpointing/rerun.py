@@ -120,11 +120,7 @@ class Run:
         return [kept.seen for kept in self._state.tensors]
 
     def saved(self, *, watched: bool) -> list[torch.Tensor]:
-        """Return what autograd keeps of the arguments; lets go of them.
-
-        Args:
-            watched: writes are watched, and autograd need not refuse them.
-        """
+        """Return what autograd keeps of the arguments, and let go of them; it need not refuse writes where these are watched."""
         given, self.inputs = self.inputs, []
         if watched:
             return [tensor.data for tensor in given]

@@ -92,12 +92,7 @@ class _Stored:
 
 
 class _Passage:
-    """Tensors that one forward pass saved, in their order; kept as long as one of them is.
-
-    Args:
-        spill: where to.
-        reads_in_place: whether backward reads what is stored where it lies.
-    """
+    """Tensors that one forward pass saved, in their order; kept as long as one of them is, and perhaps read where they lie."""
 
     def __init__(self, spill: Spill, *, reads_in_place: bool) -> None:
         self._spill, self._reads_in_place = spill, reads_in_place
@@ -204,12 +199,7 @@ class _Parked:
 
 
 class _Packing:
-    """The hook that sends away what one forward pass saves.
-
-    Args:
-        passage: of that forward.
-        staying: storages that are not moved.
-    """
+    """The hook that sends away what one forward pass saves, but for storages that stay."""
 
     def __init__(self, passage: _Passage, staying: set[int]) -> None:
         self._passage, self._staying = passage, staying

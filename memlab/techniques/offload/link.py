@@ -73,11 +73,7 @@ class Link:
 
 
 def measured(device: torch.device) -> Link:
-    """The link of a GPU; the first call measures it.
-
-    Raises:
-        torch.OutOfMemoryError: the GPU has no room for what is copied.
-    """
+    """The link of a GPU; the first call measures it. Raises `torch.OutOfMemoryError`: the GPU has no room for what is copied."""
     if device not in _known:
         with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
             _known[device] = _measured(device)

@@ -236,11 +236,7 @@ class OffloadOptimizer(Offload):
             self.update_on_host(optimizer)
 
     def update_on_host(self, optimizer: Optimizer) -> None:
-        """Update this optimizer's parameters on the host from now on, whatever the link.
-
-        Args:
-            optimizer: torch's Adam or AdamW over parameters in fp32.
-        """
+        """Update the fp32 parameters of this Adam or AdamW of torch's on the host from now on, whatever the link."""
         device = home_of(optimizer.param_groups[0]["params"][0])
         self._on_host[optimizer] = HostUpdate(optimizer, self._spill(device))
 

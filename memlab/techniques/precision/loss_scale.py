@@ -203,11 +203,7 @@ class LossScale:
             self._without_update(found)
 
     def _without_update(self, found: Iterable[torch.Tensor]) -> None:
-        """Have an update by hand change nothing.
-
-        Raises:
-            RefusalError: gradients are handed over elsewhere than in the parameters.
-        """
+        """Have an update by hand change nothing. Raises `RefusalError`: gradients are handed over elsewhere than in the parameters."""
         leaves = [*(each for ref in self._parameters.values() if (each := ref()) is not None), *found]
         gradients = [each.grad for each in leaves if each.grad is not None]
         if not gradients:

@@ -73,12 +73,7 @@ class Masters:
 
     @_alone
     def split(self, tensor: torch.Tensor, *, whole: bool) -> None:
-        """Keep a tensor in bf16 from now on, its gradient along with it.
-
-        Args:
-            tensor: in fp32.
-            whole: keep its data as they are beside that, since others have them as well.
-        """
+        """Keep a tensor in bf16 from now on, its gradient along with it; its data stay whole beside that where others have them as well."""
         self.tensors.append(tensor)
         _of[tensor] = weakref.ref(self)
         high, low = split_master(tensor.data)
