@@ -85,9 +85,15 @@ def test_the_core_needs_only_the_standard_library(part: str) -> None:
     assert packages <= set(sys.stdlib_module_names)
 
 
-# tests of the core that end within seconds, and between them run a session, a prediction and a cell
+# tests of the core that take a minute: of what needs no torch, of live runs, and between them a session, a search and a cell
 OF_THE_CORE = (
-    "tests/session/test_trial.py::test_a_loop_goes_on_as_if_nothing_had_been_asked",
+    "tests/plan",
+    "tests/records",
+    "tests/allocator",
+    "tests/report",
+    "--ignore=tests/report/test_ranks.py",  # ranks are a guest's
+    "tests/live",
+    "tests/session/test_trial.py",
     "tests/search/test_finding.py::test_choosing_says_what_goes_on",
     "tests/jupyter/test_which_model.py",
 )
