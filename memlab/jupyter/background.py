@@ -293,7 +293,7 @@ class Program:
         outer = getattr(shell.displayhook, "exec_result", None)
         # of the cell, as in `In [number]`
         self.number = getattr(outer, "execution_count", None) or shell.execution_count
-        with cells._numbered_as_outer_cell(shell):
+        with cells.numbered_as_outer_cell(shell):
             self._file = shell.compile.cache(source.python, self.number, raw_code=source.raw)
         self._parts = list(self._compiled(shell, source))
         self.was_interrupted = False  # whether it was cancelled, or raised what Ctrl-C raises
@@ -306,7 +306,7 @@ class Program:
             if any(code.co_flags & inspect.CO_COROUTINE for code, _ in self._parts):
                 asyncio.run(coroutine)
             else:
-                cells._drive(coroutine)
+                cells.drive(coroutine)
         except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
             self.was_interrupted = isinstance(error, KeyboardInterrupt)
             return Outcome(error)

@@ -87,7 +87,7 @@ def syntax_error(shell: Shell, source: CellSource) -> Outcome | None:
     """Return what is wrong with a cell that cannot be run at all; None when nothing is."""
     if source.failure is not None:
         return run(shell, source)
-    with _numbered_as_outer_cell(shell):
+    with numbered_as_outer_cell(shell):
         name = shell.compile.cache(source.python, shell.execution_count, raw_code=source.raw)
     try:
         with warnings.catch_warnings():
@@ -107,7 +107,7 @@ def run(shell: Shell, source: CellSource) -> Outcome:
     outer = hook.exec_result
     with ExitStack() as undo:
         undo.enter_context(_held_back(shell, source, outcome))
-        undo.enter_context(_numbered_as_outer_cell(shell))
+        undo.enter_context(numbered_as_outer_cell(shell))
         undo.callback(setattr, hook, "exec_result", outer)
         if source.is_silenced:
             undo.callback(setattr, shell, "ast_node_interactivity", shell.ast_node_interactivity)
@@ -193,13 +193,13 @@ def _run(shell: Shell, source: CellSource) -> Any:
 def _runner(shell: Shell, source: CellSource) -> Callable[[Coroutine[Any, Any, Any]], Any]:
     awaits = shell.should_run_async(source.raw, transformed_cell=source.python, preprocessing_exc_tuple=source.failure)
     if not awaits:
-        return _drive
+        return drive
     if asyncio._get_running_loop() is None:
         return shell.trio_runner or shell.loop_runner  # type: ignore[no-any-return] # an attribute of the shell
     return _run_on_own_loop
 
 
-def _drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine that never waits."""
     try:
         coroutine.send(None)
@@ -226,7 +226,7 @@ def _run_on_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 @contextmanager
-def _numbered_as_outer_cell(shell: Shell) -> Iterator[None]:
+def numbered_as_outer_cell(shell: Shell) -> Iterator[None]:
     """Let tracebacks say `Cell In[n]` with the number of the cell that holds the magic."""
     outer = shell.displayhook.exec_result
     number = getattr(outer, "execution_count", None)

@@ -25,6 +25,7 @@ import torch
 
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.shown_errors import errors_behind
+from memlab.runtime.callers import module_of
 from memlab.runtime.interrupts import listen_no_more
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
 from memlab.units import format_bytes
@@ -113,7 +114,7 @@ def calls_for_freeing(error: BaseException) -> bool:
     # whatever the handler of an out-of-memory error raised: what ran out of memory is pinned by it
     if any(map(is_out_of_memory, errors_behind(error))):
         return True
-    went_through = (_module_of(frame) for frame, _ in walk_tb(error.__traceback__))
+    went_through = (module_of(frame) for frame, _ in walk_tb(error.__traceback__))
     return isinstance(error, _INTERRUPTIONS) and _CELL_MAGIC in went_through
 
 
@@ -147,16 +148,12 @@ def sentence(freed: str, how: str, holders: list[str]) -> str:
 
 def _was_caught_by_ipython(error: BaseException | None) -> bool:
     caught_by = _first_frame(error) if error is not None else None
-    return caught_by is not None and _module_of(caught_by).startswith("IPython.")
+    return caught_by is not None and module_of(caught_by).startswith("IPython.")
 
 
 def _first_frame(error: BaseException) -> FrameType | None:
     """The frame that caught an error."""
     return next((frame for frame, _ in walk_tb(error.__traceback__)), None)
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _has_graph(value: Any) -> bool:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.runtime.callers import OWN_FOLDER
+from memlab.runtime.callers import OWN_FOLDER, module_of
 from memlab.runtime.dispatch import is_compilers_failure
 
 # IPython's shells are configured at run time: the attributes used here are typed as anything
@@ -46,7 +46,7 @@ def _was_called_by_torch(traceback: TracebackType | None) -> bool:
     """Return whether memlab was called by torch (a hook, a node of the backward pass), and not by the user's code."""
     before = ""
     for entry in entries(traceback):
-        module = str(entry.tb_frame.f_globals.get("__name__", ""))
+        module = module_of(entry.tb_frame)
         if module.startswith("memlab."):
             return before.startswith("torch.")
         before = module
@@ -133,7 +133,7 @@ def _without_memlab(every: Iterable[TracebackType]) -> Iterator[TracebackType]:
         if _is_memlabs(entry):
             is_within_operator |= entry.tb_frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__")
         else:
-            is_within_operator &= str(entry.tb_frame.f_globals.get("__name__")).startswith("torch.")
+            is_within_operator &= module_of(entry.tb_frame).startswith("torch.")
             if not is_within_operator:
                 yield entry
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memlab.errors import SessionError
-from memlab.runtime.callers import handed_over
+from memlab.runtime.callers import handed_over, module_of
 from memlab.runtime.dispatch import own_tensors
 
 # what can be asked without knowing the value
@@ -251,7 +251,7 @@ def may_be_read(waiting: Sequence[weakref.ref[LazyTensor]]) -> bool:
     ids, holders = {id(ref()) for ref in waiting}, _Holders()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not str(frame.f_globals.get("__name__")).startswith(("memlab.", "torch.")):
+        if not module_of(frame).startswith(("memlab.", "torch.")):
             variables, code = frame.f_locals, frame.f_code
             is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
             for name in [*variables]:

@@ -86,7 +86,7 @@ class Workload:
         same._model, same.optimizers = weakref.ref(self.model), [*self.optimizers]
         return same
 
-    def _drop_optimizers(self) -> None:
+    def drop_optimizers(self) -> None:
         """Drop the optimizers, where the model is held weakly: nobody trains by this workload any more."""
         if isinstance(self._model, weakref.ref):
             self.optimizers.clear()

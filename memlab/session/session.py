@@ -154,7 +154,7 @@ class Session:
             trained = (p for optimizer in self.workload.optimizers for p in parameters_in(optimizer))
             if leftover.forget([*self.workload.model.parameters(), *trained]):
                 self.log.note(NOT_DROPPED)
-            self.workload._drop_optimizers()
+            self.workload.drop_optimizers()
 
     def __enter__(self) -> Self:
         self._require_attached()
