@@ -457,7 +457,7 @@ def test_without_room_on_the_device_it_is_used_where_it_rests(monkeypatch: pytes
         run.optimizer.step()
         before = _total(run.parameters)
         with monkeypatch.context() as patched:
-            patched.setattr("memlab.techniques.offload.block_streaming.Link.fetch", no_room)
+            patched.setattr("memlab.techniques.offload.block_streaming.ParameterCopies.fetch", no_room)
             patched.setattr("memlab.techniques.offload.optimizer_state._fetched", no_room)
             assert _total(run.model.state_dict().values()) == before
             assert all(p.grad is not None and p.grad.norm() > 0 for p in run.parameters)
