@@ -142,7 +142,8 @@ class Leaks:
                 self._from_before = _held_from_before(walk, variables)
         self._looks.append((steps, walk.held))
         if len(self._looks) >= _LOOKS_TO_SAY_OF_A_FAILURE:
-            files = [*walk.files, *(each.f_code.co_filename for each, _ in walk_stack(frame))]
+            # those of the loop first: others may have variables of the same name
+            files = [*(each.f_code.co_filename for each in _frames_of_loop(frame)), *walk.files]
             self._found = [*_growing(self._looks, list(dict.fromkeys(files)))]
 
     def lines(self, peak_bytes: int, *, has_failed: bool = False) -> Iterator[str]:
@@ -348,10 +349,18 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _of_frames(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of functions that run, the newest first; those of modules' code are met by name."""
+    """Yield the variables of functions that run, the newest first."""
+    for each in _frames_of_loop(frame):
+        yield from _of_notebook(variables_of(each))
+
+
+def _frames_of_loop(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames of the user's code, from the newest to that of the cell or the script; below is what runs it."""
     for each, _ in walk_stack(frame):
         if not is_installed(each.f_code.co_filename):
-            yield from _of_notebook(variables_of(each))
+            yield each
+            if each.f_code.co_name == "<module>":
+                return
 
 
 def _of_notebook(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
