@@ -35,7 +35,7 @@ class Observation:
     # number of the model that a storage is of, by the storage's number, where several models train
     owners: Mapping[int, int] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def baseline_bytes(self) -> dict[Category, int]:
         categories = self.categories
         summed: dict[Category, int] = {}

@@ -23,9 +23,9 @@ from memlab.plan import Plan
 from memlab.plan.space import half_format, plan_space
 from memlab.predicting.plan_predictor import Parts, PlanPredictor
 from memlab.predicting.reserved import reserved_by, script_of
-from memlab.predicting.segments import by_name
+from memlab.predicting.segments import Point, by_name, timeline_of
 from memlab.predicting.targets import interval_seconds
-from memlab.records import Category, Measurement, Prediction, TimelinePoint, thin
+from memlab.records import Category, Measurement, Prediction, TimelinePoint
 from memlab.runtime.workload import Workload
 from memlab.session.tape import tape_of
 from memlab.trace.tracer import without_collections
@@ -218,11 +218,11 @@ def _prediction(predictor: PlanPredictor, plan: Plan) -> Prediction:
 
 def _timeline(parts: Parts) -> tuple[TimelinePoint, ...]:
     begin = 0.0
-    points: list[TimelinePoint] = []
+    points: list[Point] = []
     for base, segment in zip(parts.bases(), parts.segments, strict=True):
-        points += segment.timeline(begin, base)
+        points += segment.points(begin, base)
         begin += segment.seconds
-    return thin(points)
+    return timeline_of(points)
 
 
 def _calibration(measured: Measurement | None, predictor: PlanPredictor) -> float | None:

@@ -14,7 +14,7 @@ from itertools import chain
 
 from memlab.hardware.roofline import Bill, Rates
 from memlab.measuring.observation import BACKWARD, PHASES, RawEvent
-from memlab.records import Category, Phase, TimelinePoint
+from memlab.records import Category, Phase, TimelinePoint, thin
 from memlab.trace.hidden_memory import Held
 from memlab.trace.recorder import Hidden
 from memlab.trace.tracer import Trace
@@ -75,11 +75,25 @@ class Segment:
     def seconds(self) -> float:
         return self.bill.seconds(self.rates)
 
-    def timeline(self, begin_seconds: float, base: Levels) -> Iterator[TimelinePoint]:
-        """Points of the stretch in a step: when, what runs, live bytes."""
-        per_event = self.seconds / max(1, len(self.events))
-        for at, moment, relative in self.shape.points:
-            yield TimelinePoint(begin_seconds + at * per_event, PHASES[moment], by_name(added(base, relative)))
+    def points(self, begin_seconds: float, base: Levels) -> list[Point]:
+        """Points of the stretch in a step."""
+        per_event, base_bytes = self.seconds / max(1, len(self.events)), sum(base)
+        return [
+            (begin_seconds + at * per_event, base_bytes + size_bytes, moment, base, relative)
+            for at, size_bytes, moment, relative in self.shape.points
+        ]
+
+
+# seconds, all live bytes, what runs, and bytes by category: of what lived before the stretch, and on top of that
+Point = tuple[float, int, int, Levels, Levels]
+
+
+def timeline_of(points: Sequence[Point]) -> tuple[TimelinePoint, ...]:
+    """Return the highest of many points."""
+    return tuple(
+        TimelinePoint(seconds, PHASES[moment], by_name(added(base, relative)))
+        for seconds, _, moment, base, relative in thin(points, size_of=lambda point: point[1])
+    )
 
 
 @dataclass(frozen=True)
@@ -90,24 +104,24 @@ class Shape:
     peak_bytes: int  # their sum
     phase: Phase  # what runs there
     end: Levels  # bytes by category when it is over
-    # number of the event, moment, bytes by category: of every part of the stretch the highest one
-    points: tuple[tuple[int, int, Levels], ...]
+    # number of the event, bytes, moment, bytes by category: of every part of the stretch the highest one
+    points: tuple[tuple[int, int, int, Levels], ...]
 
 
 def _walked(events: Sequence[Event]) -> Shape:
     live = [0] * len(CATEGORIES)
     total, peak_bytes, peak, peak_moment = 0, 0, NOTHING, 0
     stretch = max(1, len(events) // _MOST_POINTS)
-    points: list[tuple[int, int, Levels]] = []
+    points: list[tuple[int, int, int, Levels]] = []
     highest = -1
-    at_highest: tuple[int, int, Levels] | None = None
+    at_highest: tuple[int, int, int, Levels] | None = None
     for at, (size_bytes, _, place, moment) in enumerate(events):
         total += size_bytes
         live[place] += size_bytes
         if size_bytes > 0 and total > highest:
-            highest, at_highest = total, (at, moment, tuple(live))
+            highest, at_highest = total, (at, total, moment, tuple(live))
             if total > peak_bytes:
-                peak_bytes, peak, peak_moment = total, at_highest[2], moment
+                peak_bytes, peak, peak_moment = total, at_highest[3], moment
         if at % stretch == stretch - 1 and at_highest is not None:
             points.append(at_highest)
             highest, at_highest = -1, None

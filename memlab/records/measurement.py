@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar
 
 from memlab.plan import Plan
 from memlab.units import format_bytes
@@ -86,13 +87,18 @@ class TimelinePoint:
         return sum(self.live_bytes.values())
 
 
-def thin(points: Sequence[TimelinePoint], most: int = 300) -> tuple[TimelinePoint, ...]:
+_Point = TypeVar("_Point")
+
+
+def thin(
+    points: Sequence[_Point], most: int = 300, *, size_of: Callable[[_Point], int] = attrgetter("total_bytes")
+) -> tuple[_Point, ...]:
     """Keep at most `most` points: of every stretch the highest one, so that no peak is lost."""
     if len(points) <= most:
         return tuple(points)
     edges = [round(i * len(points) / most) for i in range(most + 1)]
     stretches = (points[start:stop] for start, stop in pairwise(edges))
-    return tuple(max(stretch, key=lambda point: point.total_bytes) for stretch in stretches)
+    return tuple(max(stretch, key=size_of) for stretch in stretches)
 
 
 # what is live and belongs to no model, where parts are told by model

@@ -117,8 +117,8 @@ class Tracer:
         # modules of the twin that are marked in passes (see `memlab.trace.marks`); None where nobody looks at marks of modules
         self.marked: Sequence[nn.Module] | None = None
         self._fakes = FastFakes(self.twin.fake_mode)
-        # by plan, and whether the key-value cache is filled: whether its passes follow from those of a few blocks
-        self._follows: dict[tuple[Plan, bool], bool] = {}
+        # by plan: whether its passes follow from those of a few blocks. As written they are compared with the whole
+        self._follows: dict[Plan, bool] = {Plan(): True}
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
     def steps(self, plan: Plan) -> list[Trace]:
@@ -280,21 +280,21 @@ class Tracer:
 
     def _pass_of_cut(self, plan: Plan, rows: int | None, *, use_cache: bool) -> Trace | None:
         """Trace a pass of the model cut to a few blocks, as one of the whole; None where it does not follow."""
-        cut, checkpointing, key = self._cut, plan.checkpointing, (plan, use_cache)
+        cut, checkpointing = self._cut, plan.checkpointing
         if checkpointing.every > 1 or checkpointing.budget_bytes is not None:
             return None  # what these do to a block depends on the others
-        if cut is None or not self._follows.get(key, True):
+        if cut is None or not self._follows.get(plan, True):
             return None
         workload = self._pass_of(rows, use_cache=use_cache)
         try:
             trace, blocks = self._short_pass(plan, workload, cut, KEPT)
-            if key not in self._follows:
+            if plan not in self._follows:
                 shorter, _ = self._short_pass(plan, workload, cut, FEWER)
                 followed = deepened(trace, blocks, FEWER - KEPT)
-                self._follows[key] = followed is not None and are_same(followed, shorter)
+                self._follows[plan] = followed is not None and are_same(followed, shorter)
         except MemlabError:  # the whole model says why
-            self._follows[key] = False
-        found = deepened(trace, blocks, len(cut.blocks) - KEPT) if self._follows[key] else None
+            self._follows[plan] = False
+        found = deepened(trace, blocks, len(cut.blocks) - KEPT) if self._follows[plan] else None
         if found is None or trace.is_decided:
             return None
         alike = zip(*(block.parameters() for block in cut.blocks[1:]), strict=True)

@@ -22,6 +22,7 @@ from memlab.predicting.segments import (
     laid_beside,
     levels,
     segment_of,
+    timeline_of,
     without_state,
 )
 from memlab.predicting.targets import target_for
@@ -86,7 +87,7 @@ def test_no_peak_is_lost_among_the_points(rates: Rates) -> None:
         size_bytes = 10_000 if number == 617 else 1 + number % 7
         events += [(size_bytes, number, TEMPORARIES, FORWARD), (-size_bytes, number, TEMPORARIES, FORWARD)]
     segment = Segment(events, Bill.of([]), rates)
-    points = list(segment.timeline(2.0, levels({Category.PARAMETERS: 5})))
+    points = timeline_of(segment.points(2.0, levels({Category.PARAMETERS: 5})))
     assert len(points) <= 101
     assert max(point.total_bytes for point in points) == 10_005
     assert all(point.live_bytes["parameters"] == 5 for point in points)
