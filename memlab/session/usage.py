@@ -98,7 +98,7 @@ class Usage:
             why = self.how_passed_by
             advice = f"call {'model.train() before' if self.was_evaluated else 'the model itself, or name the part that it calls with --model'}"
         else:
-            idle = [] if self._workload.optimizers else [t for t in techniques if t.works_on_updates]
+            idle = [] if self._workload.optimizers else [t for t in techniques if t.is_of_optimizer or t.takes_step]
             why, advice = f"no optimizer updates {self._workload.name}", "train it with one of torch.optim"
         return f"{self._settings_of(idle)} had no effect: {why}; {advice}" if idle else None
 

@@ -104,17 +104,15 @@ class Technique:
         state_per_step: whether packed state must be unpacked for an update.
         may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
             evaluated once.
-        takes_step: whether the optimizer step is to be taken over although nothing above says so.
+        takes_step: whether the optimizer's step is to be taken over although nothing else says so.
         applies: whether it is known to apply; one that decides by the first call does not know before it.
         learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
-        parameters_visit: whether parameters come to the device for an update, so that buckets are kept small.
-        draws_in_update: whether it draws random numbers there, so that buckets keep their order.
+        draws_in_update: whether it draws random numbers in an update, so that buckets keep their order.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
         was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
-        works_on_updates: whether it does nothing for a model that no optimizer updates.
         only_watches: whether it has only watched the loop so far, whose memory is as without it.
         predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
         host: the session it is in.
@@ -129,14 +127,12 @@ class Technique:
     takes_step: bool = False
     applies: bool = True
     learns_from_calls: bool = False
-    parameters_visit: bool = False
     draws_in_update: bool = False
     updates_in_backward: bool = False
     changes_modules: bool = False
     was_reached: bool = False
     is_engine: bool = False
     is_of_optimizer: bool = False
-    works_on_updates: bool = False
     only_watches: bool = False
     predecessor: Technique | None = None
 
@@ -241,6 +237,11 @@ class Technique:
                 that state is mapped to where they are used.
         """
         return nullcontext()
+
+    @property
+    def parameters_visit(self) -> bool:
+        """Return whether parameters come to the device for an update, so that buckets are kept small."""
+        return type(self).at_home is not Technique.at_home
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""

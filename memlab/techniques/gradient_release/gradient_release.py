@@ -123,7 +123,7 @@ class GradientRelease(Technique):
             gives_nothing="the peak is at the end of the forward pass; with --accumulate; refused for loops that clip, accumulate or look at gradients by hand",
         ),
     )
-    takes_step = works_on_updates = True
+    takes_step = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

@@ -66,7 +66,7 @@ class OffloadOptimizer(Offload):
         ),
     )
     changes_state = True
-    is_of_optimizer = works_on_updates = True
+    is_of_optimizer = True
     state_per_step = True
 
     def __init__(self, plan: Plan) -> None:

@@ -80,7 +80,6 @@ class OffloadParams(Offload):
             gives_nothing="the peak is outside of blocks: embeddings, head, loss; refused where no block repeats",
         ),
     )
-    parameters_visit = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

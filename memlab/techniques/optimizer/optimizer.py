@@ -59,7 +59,7 @@ class OptimizerConversion(Technique):
     field = "optimizer"
     descriptions = tuple(row.description for row in REPLACEMENTS.values() if row.description is not None)
     changes_state = True
-    is_of_optimizer = works_on_updates = True
+    is_of_optimizer = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
