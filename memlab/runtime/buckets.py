@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memlab.runtime.state_entries import Optimizer, Parameter, parameters_in
+from memlab.runtime.ownership import parameters_in
+from memlab.runtime.state_entries import Optimizer, Parameter
 
 if TYPE_CHECKING:  # techniques import this module
     from memlab.techniques.base import Technique

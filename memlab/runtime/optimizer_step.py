@@ -33,7 +33,8 @@ import torch
 
 from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
 from memlab.runtime.interrupts import Caller, deferred_interrupts
-from memlab.runtime.state_entries import Optimizer, Parameter, changing, kept_of, parameters_in, restored, set_state
+from memlab.runtime.ownership import parameters_in
+from memlab.runtime.state_entries import Optimizer, Parameter, changing, kept_of, restored, set_state
 from memlab.runtime.state_layers import SMALL_ELEMENTS, at_home, pack_again, packed, unpacked
 
 if TYPE_CHECKING:  # techniques import this module

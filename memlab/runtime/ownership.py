@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import compress
 from typing import Any
@@ -47,6 +47,12 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         held = (value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer))
         inner = next((each for each in held if each not in passed and not own.isdisjoint(stepped_by(each))), None)
     return passed[-1]
+
+
+def parameters_in(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """Yield the parameters of an optimizer, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 WITHOUT_VALUES = "{} has parameters without values: make it on cpu or cuda (memlab.build), load its weights, or call it once (lazy layers) first"

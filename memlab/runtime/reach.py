@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.runtime import callers, containers
 from memlab.runtime.lifetimes import storage_of
+from memlab.runtime.ownership import parameters_in
 from memlab.runtime.rng import is_generator
 from memlab.runtime.stand_ins import HOOK_OPTIONS, have_others, is_ours
-from memlab.runtime.state_entries import parameters_in
 
 # tensors and arrays up to this size are copied whatever is known of them, since some operators write without a trace
 SMALL_BYTES = 64 * 1024

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.callers import is_memlab_code
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.ownership import parameters_in
 
 if TYPE_CHECKING:  # techniques import what imports this module
     from memlab.techniques.base import State
@@ -31,12 +32,6 @@ Parameter = torch.nn.Parameter
 # one for each optimizer, held while its state is packed, updated or put back: another thread may read an entry meanwhile
 _locks: MutableMapping[Optimizer, threading.RLock] = WeakIdKeyDictionary()
 _PATIENCE_SECONDS = 1.0  # a step that raised may hold it for good
-
-
-def parameters_in(optimizer: Optimizer) -> Iterator[Parameter]:
-    """Yield the parameters of an optimizer, in order."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def changing(optimizer: Optimizer) -> threading.RLock:

@@ -22,6 +22,7 @@ import torch
 from memlab.runtime.away import sent_away
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import (
     Followed,
     Optimizer,
@@ -33,7 +34,6 @@ from memlab.runtime.state_entries import (
     held_of,
     held_states,
     kept_of,
-    parameters_in,
     set_state,
 )
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from memlab.errors import ScaleError
-from memlab.runtime.state_entries import parameters_in
+from memlab.runtime.ownership import parameters_in
 from memlab.runtime.workload import Workload
 
 Optimizer = torch.optim.Optimizer

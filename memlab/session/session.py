@@ -25,8 +25,7 @@ from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.observer import Observer
-from memlab.runtime.ownership import WITHOUT_VALUES, is_made, stepped_by
-from memlab.runtime.state_entries import parameters_in
+from memlab.runtime.ownership import WITHOUT_VALUES, is_made, parameters_in, stepped_by
 from memlab.runtime.workload import Workload
 from memlab.session import together
 from memlab.session.log import Log

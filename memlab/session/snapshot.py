@@ -16,7 +16,8 @@ import torch
 from memlab.plan import Tier
 from memlab.runtime.aliases import overwrite
 from memlab.runtime.model_state import State
-from memlab.runtime.state_entries import PackedState, kept_of, parameters_in
+from memlab.runtime.ownership import parameters_in
+from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.workload import Workload
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.masters import masters_of

@@ -28,7 +28,7 @@ from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.plan.fields import zero_stage
 from memlab.runtime.optimizer_step import second_of
-from memlab.runtime.state_entries import parameters_in
+from memlab.runtime.ownership import parameters_in
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, one_rank
 from memlab.scaleout.engines.deepspeed_engine import (

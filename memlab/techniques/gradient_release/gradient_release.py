@@ -66,7 +66,8 @@ from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
 from memlab.runtime.own_steps import is_own_step
-from memlab.runtime.state_entries import PackedState, kept_of, parameters_in
+from memlab.runtime.ownership import parameters_in
+from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Technique, process_count

@@ -27,7 +27,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
-from memlab.runtime.state_entries import PackedState, kept_of, parameters_in
+from memlab.runtime.ownership import parameters_in
+from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, State, Stepper, Technique

@@ -28,7 +28,8 @@ from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
 from memlab.runtime.buckets import group_of
 from memlab.runtime.optimizer_step import unhooked_step
-from memlab.runtime.state_entries import PackedState, kept_of, parameters_in, set_state
+from memlab.runtime.ownership import parameters_in
+from memlab.runtime.state_entries import PackedState, kept_of, set_state
 from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import State, Stepper, Technique
