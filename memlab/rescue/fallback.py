@@ -6,7 +6,8 @@ Rules:
    comes twice, and there is an end.
 2. Exact fallbacks come before *lossy* ones, which change numerics within a documented tolerance.
 3. The order is that of `memlab.plan.savings`, each raised by its next stronger setting until there is none.
-4. Where memory ran out in the optimizer's update, only what makes the update smaller helps.
+4. Where memory ran out in the optimizer's update, only what makes the update smaller helps; in a call without gradients, only what takes
+   optimizer state and parameters off the device.
 5. Every fallback adds one setting to the one before. The loss in tiles comes on top of the micro-batches: going back to
    fewer of them would be a plan that may need more than the last one.
 6. Micro-batches are doubled without leaps. A plan that fails does so in its first micro-batch, so that the n-th
@@ -39,12 +40,18 @@ class Place(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     LOOP = "loop"
+    EVALUATION = "evaluation"
     STEP = "step"
 
     @property
     def words(self) -> str:
         """Return how a sentence names it: "memory ran out in the forward pass"."""
-        names = {"forward": "the forward pass", "backward": "the backward pass", "loop": "the loop's own code"}
+        names = {
+            "forward": "the forward pass",
+            "backward": "the backward pass",
+            "loop": "the loop's own code",
+            "evaluation": "a call without gradients",
+        }
         return names.get(self, "the optimizer's update")
 
 
@@ -147,7 +154,8 @@ def _free_savings(place: Place, keep: frozenset[str], keeps_rows: bool, has_opti
         for saving in SAVINGS
         if saving.stronger is not None
         and saving.field not in closed
-        and (saving.is_in_update or place is not Place.STEP)
+        and (saving.is_in_update or place not in (Place.STEP, Place.EVALUATION))
+        and (saving.field == "offload" or place is not Place.EVALUATION)
         and (has_optimizer or not saving.is_of_optimizer)
     )
 

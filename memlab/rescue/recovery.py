@@ -323,8 +323,12 @@ class Recovery:
                 return
             collect()
 
-    def settle(self) -> None:
-        """The work that was in trouble is done: note how."""
+    def forget(self) -> None:
+        """Attempts so far are over, and the error is the loop's."""
+        self._trouble = None
+
+    def settle(self, how: str = "") -> None:
+        """The work that was in trouble is done: note how, beside the plan."""
         trouble, self._trouble = self._trouble, None
         if trouble is None:
             return
@@ -334,7 +338,7 @@ class Recovery:
             step=trouble.step,
             place=first.place.words,
             before=trouble.plan.label,
-            after=session.plan.label,
+            after=", ".join(filter(None, (session.plan.label if session.plan != trouble.plan or not how else "", how))),
             error=first.error,
             attempts=len(trouble.attempts),
             seconds=trouble.room_made - trouble.began,

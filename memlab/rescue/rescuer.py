@@ -14,6 +14,8 @@ What it does, by the place where memory ran out:
 5. *Where several models train*: those that are not in trouble follow with their next step. Where that of the model in
    trouble has no further plan, they come to it at once.
 
+6. *In a call without gradients*: its rows are run in parts (`evaluation`).
+
 Where `Evidence` says that memory cannot run out, none of this is in place: the graph, the functions of torch and the
 update are the loop's own, and only a forward pass that runs out all the same is rescued (rule 1); the rest
 is from then on.
@@ -34,6 +36,7 @@ from memlab.errors import MemlabError, first_line
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.calls import Calls
+from memlab.rescue.evaluation import Evaluations
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.fallback import Place
 from memlab.rescue.loop_code import LoopCode
@@ -76,6 +79,7 @@ class Rescuer:
         self.is_idle = evidence is not None and not evidence.is_limited
         self._session: weakref.ref[Session] | None = None
         self.calls = Calls(self, evidence)
+        self.evaluations = Evaluations(self)
         self.loop_code = LoopCode(self)
         self.recovery = Recovery(
             lambda: self.session,

@@ -8,16 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from memlab.errors import MemlabError, RefusalError
+from memlab.rescue.evaluation import derives
 from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs
 from memlab.runtime.batch import Batch
 from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
-from memlab.runtime.lazy import requires_grad
 from memlab.session.tape import recorder_here
 from memlab.techniques.base import Technique
 
@@ -80,9 +79,9 @@ class ModelCalls:
         where, trains = graphs.why_as_written(), session.workload.model.training
         if where and session.techniques:
             session.log.note_once(f"calls {where} are left as they are: the plan does not apply there")
-        if where or not (trains and torch.is_grad_enabled() and self._derives(args, kwargs)):
+        if where or not (trains and torch.is_grad_enabled() and derives(session.workload.model, args, kwargs)):
             session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
-            return self._evaluated(original, args, kwargs)
+            return self._evaluated(original, args, kwargs, is_served=not where)
         session.switching.take_withdrawn_out()
         if session.position.is_within_step and not session.workload.optimizers:
             session.log.steps += 1  # as the meter counts steps of what is no optimizer of torch's
@@ -103,16 +102,18 @@ class ModelCalls:
             session.observers.tell("forward_ended", loss)
         return output
 
-    def _derives(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the call can have a graph: not with all frozen, as adapters are switched off for a reference."""
-        parameters = self._session.workload.model.parameters()
-        return any(each.requires_grad for each in parameters) or any(map(requires_grad, tree_leaves((args, kwargs))))
-
-    def _evaluated(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _evaluated(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_served: bool
+    ) -> Any:
         session = self._session
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return _through([t.evaluate for t in session.techniques], original, args, kwargs)
+
         while True:
+            rescuer = session.rescuing if is_served else None
             try:
-                return _through([t.evaluate for t in session.techniques], original, args, kwargs)
+                return run(*args, **kwargs) if rescuer is None else rescuer.evaluations.run(run, args, kwargs)
             except MemlabError as error:
                 # within a step there is a graph of the plan
                 if session.position.is_within_step or not session.switching.falls_back(error):

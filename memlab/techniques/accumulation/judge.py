@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab.errors import RefusalError
+from memlab.errors import RefusalError, first_line
 from memlab.runtime.autocast import CallContext
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.fp32_products import exact_products
@@ -66,6 +66,8 @@ class Judge:
         self._probe = probe
         # how many rows of the last call were run together and apart, at least without gradients
         self.compared_rows = 0
+        self.unseen = ""  # why rows could not be run without gradients, where that is no lack of memory
+        self._values: SplitVerdict | None = None  # of what was compared without gradients
         self._is_low = is_low or probe.is_low
         # one comparison; it is given the call, and which rows of which layout
         self._attempt = partial(Judgement, model, name, probe, per_part, self._is_low)
@@ -106,6 +108,16 @@ class Judge:
                 return None
             rows = max(2, micro_rows)
             ranges = row_ranges(rows, 2)
+
+    def values_of(self, call: Callable[..., Any], whole: Call, layout: Layout, parts: int) -> SplitVerdict | None:
+        """The same of a call without gradients, of which values alone count.
+
+        Raises:
+            RefusalError: rows depend on each other, or something is left in the model.
+        """
+        whole = layout.view(whole)
+        self.compared_rows = self._compared_without_gradients(call, whole, layout, -(-layout.rows // parts), None)
+        return self._values
 
     def _judged_twice(self, *of_call: Any) -> SplitVerdict:
         """Judge; in half precision once more with less rounding, where rows give something else: it may be most of a gradient."""
@@ -188,7 +200,7 @@ class Judge:
             failure: BaseException | None = None
             try:
                 with exact_products():
-                    left = attempt.values(order=order, goes_on=goes_on)
+                    found = attempt.values(order=order, goes_on=goes_on)
             except StrangeDrawError:
                 continue
             except DisagreementError as disagreement:
@@ -197,9 +209,11 @@ class Judge:
                 raise RefusalError(_FIELD, disagreement.reason, disagreement.instead) from None
             except Exception as error:  # noqa: BLE001 - without memory, or without gradients, for which a model may not be made
                 failure = error
+                self.unseen = "" if is_out_of_memory(error) else first_line(error)
             else:
-                if left and verdict is None:
-                    raise unjudged(f"the forward pass changes {next(iter(left))}")
+                if found.left and verdict is None:
+                    raise unjudged(f"the forward pass changes {next(iter(found.left))}")
+                self._values = found
                 return True
             finally:
                 attempt.put_back()

@@ -186,11 +186,8 @@ class Judgement:
             self.noise.chooses, draws, order,
         )  # fmt: skip
 
-    def values(self, *, order: Order, goes_on: bool) -> Mapping[str, Effect]:
+    def values(self, *, order: Order, goes_on: bool) -> SplitVerdict:
         """Run rows together and apart without gradients, and compare what they return and leave: there may be memory for that alone.
-
-        Returns:
-            What all rows leave beside their output, by name.
 
         Args:
             order: as for `verdict`.
@@ -218,9 +215,12 @@ class Judgement:
         for run in ran:
             self._agreement.structure(run.outputs, kept.outputs)
         rounded = cache(lambda: self._rounded({}, total, 1, order=order)[0])
-        self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, rounded)
-        self._agreement.left(kept.effects, [run.effects for run in ran])
-        return kept.effects
+        merges = self._agreement.outputs(kept.outputs, [run.outputs for run in ran], weights, rounded)
+        left = self._agreement.left(kept.effects, [run.effects for run in ran])
+        draws = self.noise.any_drawn or self.noise.draws_inside or self.draws_on_host
+        return SplitVerdict(
+            merges, left, frozenset(), total, goes_on=goes_on, chooses=self.noise.chooses, draws=draws, order=order
+        )
 
     def _needs_graph(self, part: Call, ran: _Run, *, order: Order) -> bool:
         """Return whether the first part gives something else, or nothing, without gradients."""

@@ -38,8 +38,28 @@ class Joined:
     sizes: list[int] = field(default_factory=list)  # size of each part where it is joined
     # detached parts until a backward pass is over, empty when the output is computed on demand
     parts: list[torch.Tensor] = field(default_factory=list)
+    whole: torch.Tensor | None = None  # with the parts in their places, where they are not kept
+
+    def put(self, part: torch.Tensor) -> None:
+        """Write a part to its place in the whole, as long as parts have equal shapes; the first tells how large that is."""
+        assert self.join is not None
+        dim, done = self.join.dim, self.sizes[:-1]
+        if not done and part.is_contiguous() and not self.join.is_inner and part.size(dim) % self.rows[0] == 0:
+            of_all = part.size(dim) // self.rows[0] * sum(self.rows)
+            self.whole = part.new_empty([*part.shape[:dim], of_all, *part.shape[dim + 1 :]])
+        if self.whole is not None:
+            alike = [*part.shape[:dim], *part.shape[dim + 1 :]] == [*self.whole.shape[:dim], *self.whole.shape[dim + 1 :]]
+            if alike and part.size(dim) == self.whole.size(dim) // sum(self.rows) * self.rows[len(done)]:
+                self.parts = [self.whole]
+                self.whole.narrow(dim, sum(done), part.size(dim)).copy_(part)
+                return
+            self.parts = [*self.whole.narrow(dim, 0, sum(done)).split(done, dim)]
+            self.whole = None
+        self.parts.append(part)
 
     def value(self) -> torch.Tensor:
+        if self.whole is not None:
+            return self.whole
         if self.weights is not None:
             weighted = [part * weight for part, weight in zip(self.parts, self.weights, strict=True) if weight]
             return torch.stack(weighted).sum(0) if weighted else torch.zeros_like(self.parts[0])
@@ -98,12 +118,13 @@ class MicroOutputs:
             count = len(flatten(closed(effect))[0])
             self._places += [(replace(effect, value=None), place) for place in range(count)]
 
-    def add(self, outputs: Outputs, *, keeps_large: bool) -> None:
+    def add(self, outputs: Outputs, *, keeps_large: bool, keeps_parts: bool = True) -> None:
         """Add what one micro-batch gave.
 
         Args:
             outputs: that.
             keeps_large: whether large outputs are kept, instead of computed again when the loop looks at them.
+            keeps_parts: whether parts are kept until `drop_parts`, instead of the whole alone.
 
         Raises:
             UnsettledError: it is something else than other micro-batches gave, or the judge saw.
@@ -120,9 +141,9 @@ class MicroOutputs:
                 value = real(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
                 self._plain.setdefault(position, []).append(value)
             elif isinstance(leaf, torch.Tensor):
-                self._add_joined(position, leaf, keeps_large=keeps_large)
+                self._add_joined(position, leaf, keeps_large=keeps_large, keeps_parts=keeps_parts)
 
-    def _add_joined(self, position: int, leaf: torch.Tensor, *, keeps_large: bool) -> None:
+    def _add_joined(self, position: int, leaf: torch.Tensor, *, keeps_large: bool, keeps_parts: bool) -> None:
         joined = self.joined.get(position)
         if joined is None:
             joined = self._new_joined(position, leaf)
@@ -135,7 +156,11 @@ class MicroOutputs:
             return
         value = real(leaf)
         joined.differentiable |= value.requires_grad or (self._repeats and value.is_floating_point())
-        joined.parts.append(value.detach())
+        merge = self._merge_of(position)
+        if keeps_parts or joined.join is None or (merge is not None and merge.others):
+            joined.parts.append(value.detach())
+        else:
+            joined.put(value.detach())
 
     def _may_wait(self, leaf: torch.Tensor) -> bool:
         """Return whether an output is left out until somebody looks at it: a large one, or one not computed anyway."""

@@ -1,0 +1,253 @@
+"""`Evaluations`: calls without gradients (validation), run in parts of their rows where memory runs out.
+
+Numbered rules:
+
+1. Nothing is done before memory has run out: a call that fits is the loop's own.
+2. Then graphs that can be made again are dropped and, where there were none, the rows are run in two parts, four, and so on. From then on
+   calls as large as that one are run in parts at once.
+3. Rows run together and apart have to give the same, as far as there is memory for both (`Judge.values_of`).
+4. Where parts do not help, optimizer state and then parameters leave the device. Nothing that changes numbers is tried.
+5. What draws random numbers, or leaves something in the model, is not run again: the state before the call is not known.
+
+Outputs stay on the device, where the loop reads them. They differ from those of the whole call by what kernels round for another number
+of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from memlab.errors import MemlabError, RefusalError, first_line
+from memlab.plan import Precision
+from memlab.rescue.fallback import Place
+from memlab.rescue.recovery import NothingFitsError
+from memlab.runtime.batch import Batch
+from memlab.runtime.graphs import is_within_checkpoint
+from memlab.runtime.hooks import is_compiled
+from memlab.runtime.lazy import requires_grad
+from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.rng import Randomness
+from memlab.runtime.surroundings import Surroundings
+from memlab.techniques.accumulation.judge import Judge
+from memlab.techniques.accumulation.known_verdicts import shape_of
+from memlab.techniques.accumulation.merge import UnsettledError
+from memlab.techniques.accumulation.micro_outputs import MicroOutputs
+from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.split import Call, Division, Layout, Outputs, row_ranges
+from memlab.techniques.accumulation.verdict import SplitVerdict
+from memlab.techniques.checkpointing.compiled import uncompiled
+
+if TYPE_CHECKING:
+    from memlab.rescue.rescuer import Rescuer
+
+Run = Callable[..., Any]  # goes through the techniques in force at the time
+
+_DRAWS = "it draws random numbers"
+
+
+class _WholeError(Exception):
+    """A call cannot be run in parts.
+
+    Args:
+        reason: why.
+        again: whether it may be run again as a whole.
+    """
+
+    def __init__(self, reason: str, *, again: bool = True) -> None:
+        super().__init__(reason)
+        self.reason, self.again = reason, again
+
+
+class Evaluations:
+    """Calls without gradients of one session's model."""
+
+    def __init__(self, rescuer: Rescuer) -> None:
+        self._rescuer = rescuer
+        self._run: Run  # of the call under way
+        self._known_probe: Probe | None = None
+        self._verdicts: dict[Any, SplitVerdict | _WholeError] = {}  # by shape
+        self._too_many = 0  # elements of the smallest batch that did not fit; 0 where all did
+        self._fitting = 1  # elements of the parts that did
+
+    def run(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call, in parts where it does not fit.
+
+        Raises:
+            NothingFitsError: there is no memory for it in any way that is exact.
+        """
+        elements = Batch(args, kwargs).elements if self._too_many else 0
+        if elements and elements >= self._too_many:
+            return self._until_it_fits(run, args, kwargs, -(-elements // self._fitting), None)
+        oom: BaseException | None = None
+        try:
+            return run(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, NothingFitsError) or not (is_out_of_memory(error) and self._serves(args, kwargs)):
+                raise
+            oom = error
+        return self._until_it_fits(run, args, kwargs, 1, oom)
+
+    def _serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call that memory ran out for has no graph, and none around it counts its operators."""
+        if torch.is_grad_enabled() and derives(self._model, args, kwargs):
+            self._note(f"a call of {self._name} in eval mode keeps its graph: put torch.no_grad() around it")
+            return False
+        return not is_within_checkpoint() and torch._C._current_graph_task_id() == -1
+
+    def _until_it_fits(
+        self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int, oom: BaseException | None
+    ) -> Any:
+        rescuer, recovery = self._rescuer, self._rescuer.recovery
+        whole, batch = Call.of(args, kwargs), Batch(args, kwargs)
+        recovery.rows = batch.rows or 1
+        recovery.work_begins()
+        self._run = run
+        first = oom
+        refused: _WholeError | None = None
+        dropped = False
+        while True:
+            if oom is not None:
+                # what is dropped may be enough
+                if not dropped and rescuer.drop_graphs():
+                    dropped = True
+                    recovery.free(Place.EVALUATION, oom)
+                elif refused is None and parts < recovery.rows:
+                    parts = min(2 * parts, recovery.rows)
+                    recovery.free(Place.EVALUATION, oom)
+                else:
+                    recovery.make_room(oom, Place.EVALUATION)
+                oom = None
+            try:
+                output = self._in_parts(whole, parts) if parts > 1 else self._again(whole, is_first=first is None)
+            except _WholeError as error:
+                self._note(f"a call of {self._name} without gradients is not run in parts: {error.reason}")
+                if first is None:
+                    self._too_many = 0
+                elif not error.again:
+                    recovery.forget()
+                    raise first from None
+                refused, parts, oom = error.with_traceback(None), 1, first
+            except BaseException as error:
+                if isinstance(error, NothingFitsError) or not is_out_of_memory(error):
+                    recovery.forget()
+                    raise
+                oom = error
+                first = first or error
+            else:
+                if parts > 1:
+                    self._too_many = min(self._too_many or batch.elements, batch.elements)
+                    self._fitting = max(1, batch.elements // parts)
+                recovery.settle(f"its rows in {parts} parts" if parts > 1 else "")
+                return output
+
+    # -- one attempt ---------------------------------------------------------------------------
+
+    def _again(self, whole: Call, *, is_first: bool) -> Any:
+        """Run a whole call, which must be one that may be repeated unless it is run for the first time."""
+        return whole.run(self._run) if is_first else self._checked(Surroundings(self._model), whole)
+
+    def _checked(self, before: Surroundings, call: Call) -> Any:
+        """Run a call, or a part of one, and make sure that it might have run before."""
+        random = Randomness(before.generators)
+        output = call.run(self._run)
+        changed = next(iter(before.effects()), "")
+        if changed or not random.taken_again().equals(random):
+            random.restore()
+            before.restore(strict=False)
+            raise _WholeError(f"it changes {changed}" if changed else _DRAWS, again=False)
+        return output
+
+    def _in_parts(self, whole: Call, parts: int) -> Any:
+        """Run a call in parts and return what the whole call would return."""
+        try:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                with self._uncompiled():
+                    layout, verdict = self._judged(whole, parts)
+                pieces = [layout.take(whole, *span) for span in row_ranges(layout.rows, min(parts, layout.rows))]
+                weights = self._probe.weights(whole, layout, pieces)
+            division = Division(pieces, layout, weights, self._probe.joins(whole), layout.view(whole))
+            return self._joined(division, verdict)
+        except (RefusalError, UnsettledError) as error:
+            is_known = isinstance(error, RefusalError)
+            if is_known and error.technique != "accumulation":
+                raise
+            raise _WholeError(error.reason if is_known else "what its parts return cannot be put together") from None
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, (MemlabError, _WholeError)):
+                raise
+            raise _WholeError(f"it does not run on some of its rows: {first_line(error)}") from None
+
+    def _joined(self, division: Division, verdict: SplitVerdict) -> Any:
+        gathered, before = MicroOutputs(division, verdict, repeats=False), Surroundings(self._model)
+        own = {id(each): each for each in (*before.tensors(), *self._model.parameters())}
+        of = division.whole.leaves if division.whole is not None else ()
+        for piece in division.micro_batches:
+            outputs = Outputs.of(self._checked(before, piece))
+            given = {id(each): leaf for each, leaf in zip(piece.leaves, of, strict=True) if isinstance(each, torch.Tensor)}
+            gathered.sharing.note(outputs.leaves, own | given)
+            gathered.add(outputs.without_graph(), keeps_large=True, keeps_parts=False)
+            del outputs
+        values, _ = gathered.values()
+        leaves = gathered.leaves(values)
+        gathered.drop_parts()
+        gathered.sharing.apply(leaves)
+        return gathered.template.rebuild(leaves)
+
+    def _judged(self, whole: Call, parts: int) -> tuple[Layout, SplitVerdict]:
+        """Return how a call is split, and how what its parts return is put together."""
+        layout = self._probe.layout(whole)
+        if layout.rows < 2:
+            raise _WholeError("it has one row")
+        shape = shape_of(self._model, whole, layout, parts)
+        known = self._verdicts.get(shape) or self._verdict(whole, layout, min(parts, layout.rows))
+        if isinstance(known, _WholeError) or not known.chooses:  # else it is looked at each time
+            self._verdicts[shape] = known
+        if isinstance(known, _WholeError):
+            raise known
+        return layout, known
+
+    def _verdict(self, whole: Call, layout: Layout, parts: int) -> SplitVerdict | _WholeError:
+        plan = self._rescuer.session.plan
+        judge = Judge(self._model, self._name, self._probe, is_low=plan.precision not in (Precision.KEEP, Precision.FP32))
+        try:
+            verdict = judge.values_of(self._called, whole, layout, parts)
+        except RefusalError as refusal:
+            return _WholeError(refusal.reason)
+        if verdict is None:
+            return _WholeError(judge.unseen or "there is no memory for two rows, to see whether they depend on each other")
+        return _WholeError(_DRAWS, again=False) if verdict.draws else verdict
+
+    # -- what it works with --------------------------------------------------------------------
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._rescuer.session.workload.model
+
+    @property
+    def _name(self) -> str:
+        return self._rescuer.session.workload.name
+
+    @property
+    def _probe(self) -> Probe:
+        self._known_probe = self._known_probe or Probe(self._model, self._name, run=self._called)
+        return self._known_probe
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        return uncompiled() if is_compiled(self._model) else nullcontext()
+
+    def _note(self, text: str) -> None:
+        self._rescuer.session.log.note_not_rescued(text)
+
+
+def derives(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call can have a graph: not with all frozen, as adapters are switched off for a reference."""
+    return any(each.requires_grad for each in model.parameters()) or any(map(requires_grad, tree_leaves((args, kwargs))))
