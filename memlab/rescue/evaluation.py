@@ -7,7 +7,7 @@ Numbered rules:
    calls as large as that one are run in parts at once.
 3. Rows run together and apart have to give the same, as far as there is memory for both (`Judge.values_of`).
 4. Where parts do not help, optimizer state and then parameters leave the device. Nothing that changes numbers is tried.
-5. What draws random numbers, or leaves something in the model, is not run again: the state before the call is not known.
+5. What draws random numbers, or writes to its arguments or to the model, is not run again: the state before the call is not known.
 
 Outputs stay on the device, where the loop reads them. They differ from those of the whole call by what kernels round for another number
 of rows.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from memlab.runtime.lazy import requires_grad
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.surroundings import Surroundings
+from memlab.runtime.tree import Structure, flatten
 from memlab.techniques.accumulation.judge import Judge
 from memlab.techniques.accumulation.known_verdicts import shape_of
 from memlab.techniques.accumulation.merge import UnsettledError
@@ -110,7 +112,7 @@ class Evaluations:
         self._run = run
         first = oom
         refused: _WholeError | None = None
-        dropped = False
+        dropped, plan = False, rescuer.session.plan
         while True:
             if oom is not None:
                 # what is dropped may be enough
@@ -121,20 +123,24 @@ class Evaluations:
                     parts = min(2 * parts, recovery.rows)
                     recovery.free(Place.EVALUATION, oom)
                 else:
+                    if refused is not None:
+                        self._note(f"a call of {self._name} without gradients cannot be run in parts: {refused.reason}")
                     recovery.make_room(oom, Place.EVALUATION)
                 oom = None
             try:
-                output = self._in_parts(whole, parts) if parts > 1 else self._again(whole, is_first=first is None)
+                if parts > 1:
+                    output = self._in_parts(whole, parts)
+                else:  # as the loop has called it, for the first time where parts that were known to fit turn out not to apply
+                    output = run(*args, **kwargs) if first is None else self._again(args, kwargs)
             except _WholeError as error:
-                self._note(f"a call of {self._name} without gradients is not run in parts: {error.reason}")
+                refused, parts = error.with_traceback(None), 1
                 if first is None:
                     self._too_many = 0
                 elif not error.again:
-                    recovery.forget()
+                    self._give_up(refused)
                     raise first from None
-                refused, parts, oom = error.with_traceback(None), 1, first
             except BaseException as error:
-                if isinstance(error, NothingFitsError) or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     recovery.forget()
                     raise
                 oom = error
@@ -143,19 +149,29 @@ class Evaluations:
                 if parts > 1:
                     self._too_many = min(self._too_many or batch.elements, batch.elements)
                     self._fitting = max(1, batch.elements // parts)
-                recovery.settle(f"its rows in {parts} parts" if parts > 1 else "")
+                is_alike = parts == 1 and not dropped and rescuer.session.plan == plan
+                how = f"its rows in {parts} parts" if parts > 1 else "the same in what was freed" if is_alike else ""
+                recovery.settle(how)
                 return output
+
+    def _give_up(self, refused: _WholeError) -> None:
+        self._note(f"a call of {self._name} without gradients cannot be run again: {refused.reason}")
+        self._rescuer.recovery.forget()
 
     # -- one attempt ---------------------------------------------------------------------------
 
-    def _again(self, whole: Call, *, is_first: bool) -> Any:
-        """Run a whole call, which must be one that may be repeated unless it is run for the first time."""
-        return whole.run(self._run) if is_first else self._checked(Surroundings(self._model), whole)
+    def _again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a whole call that has failed once."""
+        given = _as_given(args, kwargs)
+        output = self._checked(Surroundings(self._model), lambda: self._run(*args, **kwargs))
+        if _as_given(args, kwargs) != given:
+            raise _WholeError("it writes to its arguments", again=False)
+        return output
 
-    def _checked(self, before: Surroundings, call: Call) -> Any:
+    def _checked(self, before: Surroundings, call: Callable[[], Any]) -> Any:
         """Run a call, or a part of one, and make sure that it might have run before."""
         random = Randomness(before.generators)
-        output = call.run(self._run)
+        output = call()
         changed = next(iter(before.effects()), "")
         if changed or not random.taken_again().equals(random):
             random.restore()
@@ -165,6 +181,8 @@ class Evaluations:
 
     def _in_parts(self, whole: Call, parts: int) -> Any:
         """Run a call in parts and return what the whole call would return."""
+        if (kind := _written_to(whole.spec)) is not None:  # a cache of keys and values, of which the failed call has filled a part
+            raise _WholeError(f"it is given a {kind.__name__}, which it may write to", again=False)
         try:
             with torch.inference_mode(mode=False), torch.no_grad():
                 with self._uncompiled():
@@ -188,7 +206,7 @@ class Evaluations:
         own = {id(each): each for each in (*before.tensors(), *self._model.parameters())}
         of = division.whole.leaves if division.whole is not None else ()
         for piece in division.micro_batches:
-            outputs = Outputs.of(self._checked(before, piece))
+            outputs = Outputs.of(self._checked(before, partial(piece.run, self._run)))
             given = {id(each): leaf for each, leaf in zip(piece.leaves, of, strict=True) if isinstance(each, torch.Tensor)}
             gathered.sharing.note(outputs.leaves, own | given)
             gathered.add(outputs.without_graph(), keeps_large=True, keeps_parts=False)
@@ -246,6 +264,20 @@ class Evaluations:
 
     def _note(self, text: str) -> None:
         self._rescuer.session.log.note_not_rescued(text)
+
+
+def _as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what differs once a call has written to its arguments."""
+    leaves, spec = flatten((args, dict(kwargs)))
+    versions = [x._version for x in leaves if isinstance(x, torch.Tensor) and not x.is_inference()]
+    return [spec, versions, *map(id, leaves)]
+
+
+def _written_to(given: Structure) -> type | None:
+    """Return the kind of an object among arguments that is neither a plain container nor a mapping; None where there is none."""
+    if given.kind is not None and not issubclass(given.kind, (list, tuple, Mapping)):
+        return given.kind
+    return next(filter(None, map(_written_to, given.children)), None)
 
 
 def derives(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -324,8 +324,10 @@ class Recovery:
             collect()
 
     def forget(self) -> None:
-        """Attempts so far are over, and the error is the loop's."""
-        self._trouble = None
+        """Attempts so far are over, and the error is the loop's: the plan is the one before again."""
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None and self._session().plan != trouble.plan:
+            self._go_back(trouble)
 
     def settle(self, how: str = "") -> None:
         """The work that was in trouble is done: note how, beside the plan."""
