@@ -38,7 +38,7 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.hooks import CallHook, is_compiled, on_each_step
 from memlab.runtime.interrupts import deferred_interrupts
-from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
+from memlab.runtime.out_of_memory import with_room
 from memlab.runtime.ownership import steps_some_of, unwrap_model
 from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.workload import Workload
@@ -152,7 +152,7 @@ class Inference:
             self._meter.close()
             self._with_graph = None
             if self._half is not None:
-                _with_room(self._half.restore)
+                with_room(self._half.restore)
             self._undo.close()
 
     def __enter__(self) -> Self:
@@ -417,17 +417,3 @@ def _noted(batch: Batch) -> Batch:
 
     args, kwargs = tree_map(noted, (batch.args, dict(batch.kwargs)))
     return Batch(args, kwargs)
-
-
-def _with_room(restore: Callable[[], None]) -> None:
-    """Put back, a second time when memory ran out: after what the first attempt held is gone."""
-    try:
-        restore()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        release(error)
-    else:
-        return
-    collect()
-    restore()

@@ -181,7 +181,9 @@ class Evaluations:
 
     def _in_parts(self, whole: Call, parts: int) -> Any:
         """Run a call in parts and return what the whole call would return."""
-        if (kind := _written_to(whole.spec)) is not None:  # a cache of keys and values, of which the failed call has filled a part
+        if (
+            kind := _written_to(whole.spec)
+        ) is not None:  # a cache of keys and values, of which the failed call has filled a part
             raise _WholeError(f"it is given a {kind.__name__}, which it may write to", again=False)
         try:
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -207,7 +209,9 @@ class Evaluations:
         of = division.whole.leaves if division.whole is not None else ()
         for piece in division.micro_batches:
             outputs = Outputs.of(self._checked(before, partial(piece.run, self._run)))
-            given = {id(each): leaf for each, leaf in zip(piece.leaves, of, strict=True) if isinstance(each, torch.Tensor)}
+            given = {
+                id(each): leaf for each, leaf in zip(piece.leaves, of, strict=True) if isinstance(each, torch.Tensor)
+            }
             gathered.sharing.note(outputs.leaves, own | given)
             gathered.add(outputs.without_graph(), keeps_large=True, keeps_parts=False)
             del outputs
@@ -232,13 +236,17 @@ class Evaluations:
 
     def _verdict(self, whole: Call, layout: Layout, parts: int) -> SplitVerdict | _WholeError:
         plan = self._rescuer.session.plan
-        judge = Judge(self._model, self._name, self._probe, is_low=plan.precision not in (Precision.KEEP, Precision.FP32))
+        judge = Judge(
+            self._model, self._name, self._probe, is_low=plan.precision not in (Precision.KEEP, Precision.FP32)
+        )
         try:
             verdict = judge.values_of(self._called, whole, layout, parts)
         except RefusalError as refusal:
             return _WholeError(refusal.reason)
         if verdict is None:
-            return _WholeError(judge.unseen or "there is no memory for two rows, to see whether they depend on each other")
+            return _WholeError(
+                judge.unseen or "there is no memory for two rows, to see whether they depend on each other"
+            )
         return _WholeError(_DRAWS, again=False) if verdict.draws else verdict
 
     # -- what it works with --------------------------------------------------------------------
@@ -282,4 +290,6 @@ def _written_to(given: Structure) -> type | None:
 
 def derives(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call can have a graph: not with all frozen, as adapters are switched off for a reference."""
-    return any(each.requires_grad for each in model.parameters()) or any(map(requires_grad, tree_leaves((args, kwargs))))
+    return any(each.requires_grad for each in model.parameters()) or any(
+        map(requires_grad, tree_leaves((args, kwargs)))
+    )

@@ -61,10 +61,12 @@ def sent_away(tensor: torch.Tensor) -> torch.Tensor:
         >>> sent_away(tensor) is tensor
         True
     """
-    if tensor.device.type == "cpu":
-        return tensor
-    copy = tensor.cpu()
-    rests(copy, tensor.device)
+    return tensor if tensor.device.type == "cpu" else as_on(tensor.device, tensor.cpu())
+
+
+def as_on(device: torch.device, copy: torch.Tensor) -> torch.Tensor:
+    """Have a tensor in host memory be on a device, to the loop."""
+    rests(copy, device)
     _away.watch([copy])
     return copy
 

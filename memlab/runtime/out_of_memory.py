@@ -22,13 +22,16 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from typing import TypeVar
 
 import torch
 
 from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.units import GIB, KIB, MIB
+
+_T = TypeVar("_T")
 
 _NCCL_CALL = r"CUDA (?:host )?(?:alloc|malloc|calloc)(?: async)?"
 _TEXTS = re.compile(
@@ -143,6 +146,18 @@ def collect() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
         torch.cuda.empty_cache()
+
+
+def with_room(work: Callable[[], _T]) -> _T:
+    """Do something, and once more where memory ran out: what the first attempt held is gone by then."""
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        release(error)
+    collect()
+    return work()
 
 
 def _out_of_memory_errors(error: BaseException | None) -> Iterator[BaseException]:

@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,9 @@ import torch
 from memlab.runtime.away import sent_away
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.out_of_memory import with_room
 from memlab.runtime.ownership import parameters_in
+from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.state_entries import (
     Followed,
     Optimizer,
@@ -189,15 +192,61 @@ def remove_layer(
         _exchange(optimizer, technique.unpack_state, above, exchanged, in_force)
 
 
+class _Waiting:
+    """A tensor of a state dict that is loaded: its copy on the device is made when its parameter's turn has come.
+
+    Torch makes all copies before it hands any of them over, and so would need the memory that the layers save.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what torch would have made of it."""
+        made: torch.Tensor = Optimizer._process_value_according_to_param_policy(parameter, self.value, 0, [], "")
+        return made
+
+
+def _have_wait(optimizer: Any, state_dict: dict[str, Any], techniques: Sequence[Technique]) -> dict[str, Any] | None:
+    """Return the state dict with large tensors that wait (for a load_state_dict pre-hook); None where others would see them."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    is_seen = not all(is_ours(hook) for each in hooks for hook in each.values())
+    is_torchs = type(optimizer).__setstate__.__module__.startswith("torch.")
+    if is_seen or not is_torchs or not any(technique.changes_state for technique in techniques):
+        return None
+    known = {number for group in state_dict["param_groups"] for number in group["params"]}
+    entries = {key: _waiting(e) if key in known else e for key, e in state_dict["state"].items()}
+    return {**state_dict, "state": entries}
+
+
+def _waiting(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return {n: _Waiting(v) if torch.is_tensor(v) and v.numel() >= SMALL_ELEMENTS else v for n, v in entry.items()}
+
+
 def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
     layers = [technique for technique in techniques if technique.changes_state]
     held_of.pop(optimizer, None)  # in torch, too, entries are others once a state dict was loaded
-    for parameter, state in held_states(optimizer):
-        with at_home(techniques, [parameter], updates=False), changing(optimizer):
-            set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
-        if layers and parameter in optimizer.state:
-            _follow(optimizer, parameter, state)
+    loaded = held_states(optimizer)
+    try:
+        while loaded:
+            with_room(partial(_pack_loaded_one, optimizer, *loaded[0], techniques, layers))
+            del loaded[0]
+    finally:
+        for _, state in loaded:  # of a load that broke off, and may be repeated
+            state.update({name: value.value for name, value in state.items() if isinstance(value, _Waiting)})
+
+
+def _pack_loaded_one(
+    optimizer: Optimizer, parameter: Any, state: State, techniques: Sequence[Technique], layers: Sequence[Technique]
+) -> None:
+    state = {name: value.of(parameter) if isinstance(value, _Waiting) else value for name, value in state.items()}
+    with at_home(techniques, [parameter], updates=False), changing(optimizer):
+        set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
+    if layers and parameter in optimizer.state:
+        _follow(optimizer, parameter, state)
 
 
 def canonical_state_dict(
@@ -262,6 +311,11 @@ def show_own_form(
             lambda saved, state_dict: canonical_state_dict(saved, state_dict, techniques())
         ).remove
     )
+    undo.callback(
+        optimizer.register_load_state_dict_pre_hook(
+            lambda loading, state_dict: _have_wait(loading, state_dict, techniques())
+        ).remove
+    )
     undo.callback(optimizer.register_load_state_dict_post_hook(lambda loaded: pack_loaded(loaded, techniques())).remove)
 
     @never_compile
@@ -319,7 +373,7 @@ def _canonical_entries(
         parameter = parameter_of(key)
         if parameter is None or not isinstance(entry, dict) or not entry:
             yield key, entry
-        elif own := canonical(optimizer, parameter, entry, techniques):
+        elif own := with_room(partial(canonical, optimizer, parameter, entry, techniques)):
             yield key, own
 
 

@@ -48,7 +48,10 @@ class Joined:
             of_all = part.size(dim) // self.rows[0] * sum(self.rows)
             self.whole = part.new_empty([*part.shape[:dim], of_all, *part.shape[dim + 1 :]])
         if self.whole is not None:
-            alike = [*part.shape[:dim], *part.shape[dim + 1 :]] == [*self.whole.shape[:dim], *self.whole.shape[dim + 1 :]]
+            alike = [*part.shape[:dim], *part.shape[dim + 1 :]] == [
+                *self.whole.shape[:dim],
+                *self.whole.shape[dim + 1 :],
+            ]
             if alike and part.size(dim) == self.whole.size(dim) // sum(self.rows) * self.rows[len(done)]:
                 self.parts = [self.whole]
                 self.whole.narrow(dim, sum(done), part.size(dim)).copy_(part)

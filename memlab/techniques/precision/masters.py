@@ -92,8 +92,13 @@ class Masters:
     # -- looked at -----------------------------------------------------------------------------
 
     @_alone
-    def values(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The master of a tensor, where it rests; None when it is in its place. Who writes to it shows it first."""
+    def values(self, tensor: torch.Tensor, *, on_host: bool = False) -> torch.Tensor | None:
+        """The master of a tensor, where it rests; None when it is in its place. Who writes to it shows it first.
+
+        Args:
+            tensor: the tensor.
+            on_host: make it in host memory, where it rests nowhere.
+        """
         rest = self._rest.get(id(tensor))
         # what becomes of it may outlive an inference
         with torch._C.DisableTorchFunctionSubclass(), _for_training():
@@ -102,7 +107,8 @@ class Masters:
             if rest.dtype is torch.float32:
                 return rest
             # past its base, a view of other bits, by which it would seem to be held
-            return join_master(tensor.data.to(rest.device), rest).to(home_of(tensor)).data
+            rest, home = (rest.cpu(), torch.device("cpu")) if on_host else (rest, home_of(tensor))
+            return join_master(tensor.data.to(rest.device), rest).to(home).data
 
     @_alone
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:

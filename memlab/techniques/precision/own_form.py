@@ -5,7 +5,7 @@ Rules:
 1. Pickling and copying look for ``__reduce_ex__`` and ``__deepcopy__`` on a tensor before they look on its class. The ones put
    there make an ordinary tensor with the user's values, so that files and copies know nothing of memlab.
 2. Modules answer `state_dict()`, their own or that of a module they are part of, with the user's values, which share memory with
-   those of the parameter, as torch's do. With ``keep_vars`` torch gives the live parameters, which stay what they are.
+   those of the parameter, as torch's do; where there is no room for that, these are copies in host memory. With ``keep_vars`` torch gives the live parameters, which stay what they are.
 3. Loading, moves and casts (``model.float()``), assigning a parametrized weight (which compares dtypes), and
    `save_pretrained`, which reads more of a model than its state, run while tensors have their own form. A cast to another one is refused.
 
@@ -18,7 +18,7 @@ import copy
 import multiprocessing.context
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from memlab.errors import RefusalError
 from memlab.runtime.aliases import is_in_shared_memory
+from memlab.runtime.away import as_on
+from memlab.runtime.homes import home_of
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
+from memlab.runtime.out_of_memory import with_room
 from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.touch import own_class
 from memlab.techniques.precision.masters import Masters
@@ -46,7 +49,13 @@ class OwnForm:
     ) -> None:
         self._masters = masters  # gives the values in their own form
         # context in which some tensors have their own form, and are converted again at its end
-        self._restored = restored
+        self._made_restored = restored
+
+    @contextmanager
+    def _restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        with ExitStack() as inside:
+            with_room(lambda: inside.enter_context(self._made_restored(tensors)))
+            yield
 
     def serve(self, model: nn.Module, tensors: Sequence[torch.Tensor], undo: ExitStack) -> None:
         """Answer for some tensors of a model, until undone."""
@@ -87,7 +96,7 @@ class OwnForm:
         return made
 
     def _ordinary(self, live: torch.Tensor) -> torch.Tensor:
-        values = self._masters.copied(live)
+        values = with_room(partial(self._masters.copied, live))
         if isinstance(live, nn.Parameter):
             kind: type[nn.Parameter] = own_class(live)
             return kind(values, requires_grad=live.requires_grad)
@@ -104,8 +113,20 @@ class OwnForm:
                 return
             for name, tensor in _tensors_of(module):
                 key = prefix + name
-                if key in destination and (values := self._masters.show(tensor)) is not None:
-                    destination[key] = values.detach()
+                if key in destination and (values := self._shown(tensor)) is not None:
+                    destination[key] = values
+
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return values that share memory with those of a tensor; where there is no room for them, a copy in host memory."""
+        try:
+            values = with_room(partial(self._masters.show, tensor))
+            return None if values is None else values.detach()
+        except torch.OutOfMemoryError:
+            home = home_of(tensor)
+            values = None if home.type == "cpu" else self._masters.values(tensor, on_host=True)
+            if values is None:
+                raise
+            return as_on(home, values)
 
     def _load(self, there: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> None:
         module: Any = there()
