@@ -59,6 +59,8 @@ def out_of_memory_advice(
     if session is None:
         return "memfit: out of memory before any model was trained under a plan."
     said = f"memfit: out of memory under {session.plan.label}"
+    if session.growth is not None and (grown := session.growth.text()):
+        return f"{said}: {grown}."
     if isinstance(error, NothingFitsError):
         return f"{said}."
     said += f": {session.log.not_rescued}." if session.log.not_rescued else "."

@@ -80,8 +80,12 @@ class ModelCalls:
         if where and session.techniques:
             session.log.note_once(f"calls {where} are left as they are: the plan does not apply there")
         if where or not (trains and torch.is_grad_enabled() and derives(session.workload.model, args, kwargs)):
+            if session.growth is not None and (grown := session.growth.called()):
+                session.log.note_once(grown)
             session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
             return self._evaluated(original, args, kwargs, is_served=not where)
+        if session.growth is not None:
+            session.growth.trained()
         session.switching.take_withdrawn_out()
         if session.position.is_within_step and not session.workload.optimizers:
             session.log.steps += 1  # as the meter counts steps of what is no optimizer of torch's

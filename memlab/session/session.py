@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
+from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
@@ -28,6 +30,7 @@ from memlab.runtime.observer import Observer
 from memlab.runtime.ownership import WITHOUT_VALUES, is_made, parameters_in, stepped_by
 from memlab.runtime.workload import Workload
 from memlab.session import together
+from memlab.session.growth import Growth
 from memlab.session.log import Log
 from memlab.session.model_calls import ModelCalls
 from memlab.session.observers import Observers
@@ -88,6 +91,12 @@ class Session:
         )
         self.in_force = self.switching.in_force
         self.usage = Usage(workload, self.in_force, self.log)
+        device = workload.device
+        self.growth = (
+            Growth(partial(torch.cuda.memory_allocated, device), partial(most_bytes, device))
+            if device.type == "cuda"
+            else None
+        )
         self._calls = ModelCalls(self)
         self._stepping = Stepping(self)
         self.taken = TakenOptimizers(self, self._before_step, self._after_step)
