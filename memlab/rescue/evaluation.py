@@ -1,4 +1,4 @@
-"""`Evaluations`: calls without gradients (validation), run in parts of their rows where memory runs out.
+"""`Evaluations`: calls without gradients (validation, `generate`), run in parts of their rows where memory runs out.
 
 Numbered rules:
 
@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -41,7 +42,8 @@ from memlab.techniques.accumulation.known_verdicts import shape_of
 from memlab.techniques.accumulation.merge import UnsettledError
 from memlab.techniques.accumulation.micro_outputs import MicroOutputs
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.split import Call, Division, Layout, Outputs, row_ranges
+from memlab.techniques.accumulation.rows import unlike_rows
+from memlab.techniques.accumulation.split import Call, Division, Layout, Outputs, layouts_of, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict
 from memlab.techniques.checkpointing.compiled import uncompiled
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]  # goes through the techniques in force at the time
 
 _DRAWS = "it draws random numbers"
+_PLAIN = (torch.Tensor, bool, int, float, str, torch.device, torch.dtype)
 
 
 class _WholeError(Exception):
@@ -69,6 +72,8 @@ class _WholeError(Exception):
 class Evaluations:
     """Calls without gradients of one session's model."""
 
+    _has_graphs = True  # whether calls have a graph where gradients are on
+
     def __init__(self, rescuer: Rescuer) -> None:
         self._rescuer = rescuer
         self._run: Run  # of the call under way
@@ -76,6 +81,7 @@ class Evaluations:
         self._verdicts: dict[Any, SplitVerdict | _WholeError] = {}  # by shape
         self._too_many = 0  # elements of the smallest batch that did not fit; 0 where all did
         self._fitting = 1  # elements of the parts that did
+        self.is_under_way = False  # a generation that makes such calls
 
     def run(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call, in parts where it does not fit.
@@ -83,6 +89,8 @@ class Evaluations:
         Raises:
             NothingFitsError: there is no memory for it in any way that is exact.
         """
+        if self.is_under_way:  # a pass of a generation, which is run again as a whole
+            return run(*args, **kwargs)
         elements = Batch(args, kwargs).elements if self._too_many else 0
         if elements and elements >= self._too_many:
             return self._until_it_fits(run, args, kwargs, -(-elements // self._fitting), None)
@@ -97,7 +105,7 @@ class Evaluations:
 
     def _serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call that memory ran out for has no graph, and none around it counts its operators."""
-        if torch.is_grad_enabled() and derives(self._model, args, kwargs):
+        if self._has_graphs and torch.is_grad_enabled() and derives(self._model, args, kwargs):
             self._note(f"a call of {self._name} in eval mode keeps its graph: put torch.no_grad() around it")
             return False
         return not is_within_checkpoint() and torch._C._current_graph_task_id() == -1
@@ -286,6 +294,66 @@ def _written_to(given: Structure) -> type | None:
     if given.kind is not None and not issubclass(given.kind, (list, tuple, Mapping)):
         return given.kind
     return next(filter(None, map(_written_to, given.children)), None)
+
+
+class Generations(Evaluations):
+    """Calls of `generate` likewise. Tokens of a row do not follow from those of others, and rows that end early are filled up."""
+
+    _has_graphs = False
+
+    def __init__(self, rescuer: Rescuer) -> None:
+        super().__init__(rescuer)
+        self._compared: set[Any] = set()  # kinds of calls whose rows were seen to be independent
+
+    def generate(self, generate: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a generation, in parts where it does not fit."""
+        passes = self._rescuer.evaluations
+        if passes.is_under_way:
+            return generate(*args, **kwargs)
+        passes.is_under_way = True
+        try:
+            return self.run(generate, args, kwargs)
+        finally:
+            passes.is_under_way = False
+
+    def _in_parts(self, whole: Call, parts: int) -> torch.Tensor:
+        for name, leaf in zip(whole.spec.names(), whole.leaves, strict=True):
+            if not (leaf is None or isinstance(leaf, _PLAIN) or name.endswith("['generation_config']")):
+                raise _WholeError(f"it is given a {type(leaf).__name__}, which it may write to", again=False)
+        layout = next(iter(layouts_of(whole)), None)
+        if layout is None or layout.rows < 2:
+            raise _WholeError("it has one row")
+        if whole.kind not in self._compared:
+            self._compare(whole, layout)
+            self._compared.add(whole.kind)
+        pieces = [layout.take(whole, *span) for span in row_ranges(layout.rows, min(parts, layout.rows))]
+        return self._filled(whole, [self._tokens(piece, layout) for piece in pieces])
+
+    def _compare(self, whole: Call, layout: Layout) -> None:
+        rows = unlike_rows(whole, layout, 2)
+        together, *apart = (self._tokens(layout.pick(whole, some), layout) for some in (rows, rows[:1], rows[1:]))
+        if not torch.equal(together, self._filled(whole, apart)):
+            raise _WholeError("two of its rows give other tokens together than apart")
+
+    def _tokens(self, part: Call, layout: Layout) -> torch.Tensor:
+        output = self._checked(Surroundings(self._model), partial(part.run, self._run))
+        is_tokens = isinstance(output, torch.Tensor) and output.dim() == 2 and not output.is_floating_point()
+        if not is_tokens or len(output) != layout.rows_in(part):
+            raise _WholeError("it returns something else than one row of tokens for each")
+        return output
+
+    def _filled(self, whole: Call, parts: list[torch.Tensor]) -> torch.Tensor:
+        longest = max(part.size(1) for part in parts)
+        fill = 0
+        if any(part.size(1) < longest for part in parts):
+            given = whole.spec.put(whole.leaves)[1]
+            config = given.get("generation_config") or getattr(self._model, "generation_config", None)
+            ends = [given.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id")]
+            found = next((end for end in ends if end is not None), None)
+            fill = next(iter(found), None) if isinstance(found, (list, tuple)) else found
+            if not isinstance(fill, int):
+                raise _WholeError("its rows end at different lengths, and no pad_token_id says what follows them")
+        return torch.cat([F.pad(part, (0, longest - part.size(1)), value=fill) for part in parts])
 
 
 def derives(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

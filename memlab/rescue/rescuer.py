@@ -36,7 +36,7 @@ from memlab.errors import MemlabError, first_line
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.calls import Calls
-from memlab.rescue.evaluation import Evaluations
+from memlab.rescue.evaluation import Evaluations, Generations
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.fallback import Place
 from memlab.rescue.loop_code import LoopCode
@@ -79,7 +79,7 @@ class Rescuer:
         self.is_idle = evidence is not None and not evidence.is_limited
         self._session: weakref.ref[Session] | None = None
         self.calls = Calls(self, evidence)
-        self.evaluations = Evaluations(self)
+        self.evaluations, self.generations = Evaluations(self), Generations(self)
         self.loop_code = LoopCode(self)
         self.recovery = Recovery(
             lambda: self.session,

@@ -123,6 +123,11 @@ class ModelCalls:
                 if session.position.is_within_step or not session.switching.falls_back(error):
                     raise
 
+    def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a generation, whose passes are calls of the model."""
+        rescuer = None if self._session.is_in_call else self._session.rescuing
+        return original(*args, **kwargs) if rescuer is None else rescuer.generations.generate(original, args, kwargs)
+
     def _trained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         session = self._session
 
