@@ -1,4 +1,4 @@
-"""`Evaluations`: calls without gradients (validation, `generate`), run in parts of their rows where memory runs out.
+"""`Evaluations`: calls without gradients (validation), run in parts of their rows where memory runs out.
 
 Numbered rules:
 
@@ -21,7 +21,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -42,8 +41,7 @@ from memlab.techniques.accumulation.known_verdicts import shape_of
 from memlab.techniques.accumulation.merge import UnsettledError
 from memlab.techniques.accumulation.micro_outputs import MicroOutputs
 from memlab.techniques.accumulation.probe import Probe
-from memlab.techniques.accumulation.rows import unlike_rows
-from memlab.techniques.accumulation.split import Call, Division, Layout, Outputs, layouts_of, row_ranges
+from memlab.techniques.accumulation.split import Call, Division, Layout, Outputs, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict
 from memlab.techniques.checkpointing.compiled import uncompiled
 
@@ -53,10 +51,9 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]  # goes through the techniques in force at the time
 
 _DRAWS = "it draws random numbers"
-_PLAIN = (torch.Tensor, bool, int, float, str, torch.device, torch.dtype)
 
 
-class _WholeError(Exception):
+class WholeError(Exception):
     """A call cannot be run in parts.
 
     Args:
@@ -78,7 +75,7 @@ class Evaluations:
         self._rescuer = rescuer
         self._run: Run  # of the call under way
         self._known_probe: Probe | None = None
-        self._verdicts: dict[Any, SplitVerdict | _WholeError] = {}  # by shape
+        self._verdicts: dict[Any, SplitVerdict | WholeError] = {}  # by shape
         self._too_many = 0  # elements of the smallest batch that did not fit; 0 where all did
         self._fitting = 1  # elements of the parts that did
         self.is_under_way = False  # a generation that makes such calls
@@ -105,7 +102,7 @@ class Evaluations:
 
     def _serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call that memory ran out for has no graph, and none around it counts its operators."""
-        if self._has_graphs and torch.is_grad_enabled() and derives(self._model, args, kwargs):
+        if self._has_graphs and torch.is_grad_enabled() and derives(self.model, args, kwargs):
             self._note(f"a call of {self._name} in eval mode keeps its graph: put torch.no_grad() around it")
             return False
         return not is_within_checkpoint() and torch._C._current_graph_task_id() == -1
@@ -119,7 +116,7 @@ class Evaluations:
         recovery.work_begins()
         self._run = run
         first = oom
-        refused: _WholeError | None = None
+        refused: WholeError | None = None
         dropped, plan = False, rescuer.session.plan
         while True:
             if oom is not None:
@@ -140,7 +137,7 @@ class Evaluations:
                     output = self._in_parts(whole, parts)
                 else:  # as the loop has called it, for the first time where parts that were known to fit turn out not to apply
                     output = run(*args, **kwargs) if first is None else self._again(args, kwargs)
-            except _WholeError as error:
+            except WholeError as error:
                 refused, parts = error.with_traceback(None), 1
                 if first is None:
                     self._too_many = 0
@@ -162,7 +159,7 @@ class Evaluations:
                 recovery.settle(how)
                 return output
 
-    def _give_up(self, refused: _WholeError) -> None:
+    def _give_up(self, refused: WholeError) -> None:
         self._note(f"a call of {self._name} without gradients cannot be run again: {refused.reason}")
         self._rescuer.recovery.forget()
 
@@ -171,12 +168,12 @@ class Evaluations:
     def _again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a whole call that has failed once."""
         given = _as_given(args, kwargs)
-        output = self._checked(Surroundings(self._model), lambda: self._run(*args, **kwargs))
+        output = self.checked(Surroundings(self.model), lambda: self._run(*args, **kwargs))
         if _as_given(args, kwargs) != given:
-            raise _WholeError("it writes to its arguments", again=False)
+            raise WholeError("it writes to its arguments", again=False)
         return output
 
-    def _checked(self, before: Surroundings, call: Callable[[], Any]) -> Any:
+    def checked(self, before: Surroundings, call: Callable[[], Any]) -> Any:
         """Run a call, or a part of one, and make sure that it might have run before."""
         random = Randomness(before.generators)
         output = call()
@@ -184,7 +181,7 @@ class Evaluations:
         if changed or not random.taken_again().equals(random):
             random.restore()
             before.restore(strict=False)
-            raise _WholeError(f"it changes {changed}" if changed else _DRAWS, again=False)
+            raise WholeError(f"it changes {changed}" if changed else _DRAWS, again=False)
         return output
 
     def _in_parts(self, whole: Call, parts: int) -> Any:
@@ -192,7 +189,7 @@ class Evaluations:
         if (
             kind := _written_to(whole.spec)
         ) is not None:  # a cache of keys and values, of which the failed call has filled a part
-            raise _WholeError(f"it is given a {kind.__name__}, which it may write to", again=False)
+            raise WholeError(f"it is given a {kind.__name__}, which it may write to", again=False)
         try:
             with torch.inference_mode(mode=False), torch.no_grad():
                 with self._uncompiled():
@@ -201,22 +198,23 @@ class Evaluations:
                 weights = self._probe.weights(whole, layout, pieces)
             division = Division(pieces, layout, weights, self._probe.joins(whole), layout.view(whole))
             return self._joined(division, verdict)
-        except (RefusalError, UnsettledError) as error:
-            is_known = isinstance(error, RefusalError)
-            if is_known and error.technique != "accumulation":
+        except UnsettledError:
+            raise WholeError("what its parts return cannot be put together") from None
+        except RefusalError as refusal:
+            if refusal.technique != "accumulation":
                 raise
-            raise _WholeError(error.reason if is_known else "what its parts return cannot be put together") from None
+            raise WholeError(refusal.reason) from None
         except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, (MemlabError, _WholeError)):
+            if is_out_of_memory(error) or isinstance(error, (MemlabError, WholeError)):
                 raise
-            raise _WholeError(f"it does not run on some of its rows: {first_line(error)}") from None
+            raise WholeError(f"it does not run on some of its rows: {first_line(error)}") from None
 
     def _joined(self, division: Division, verdict: SplitVerdict) -> Any:
-        gathered, before = MicroOutputs(division, verdict, repeats=False), Surroundings(self._model)
-        own = {id(each): each for each in (*before.tensors(), *self._model.parameters())}
+        gathered, before = MicroOutputs(division, verdict, repeats=False), Surroundings(self.model)
+        own = {id(each): each for each in (*before.tensors(), *self.model.parameters())}
         of = division.whole.leaves if division.whole is not None else ()
         for piece in division.micro_batches:
-            outputs = Outputs.of(self._checked(before, partial(piece.run, self._run)))
+            outputs = Outputs.of(self.checked(before, partial(piece.run, self._run)))
             given = {
                 id(each): leaf for each, leaf in zip(piece.leaves, of, strict=True) if isinstance(each, torch.Tensor)
             }
@@ -233,34 +231,34 @@ class Evaluations:
         """Return how a call is split, and how what its parts return is put together."""
         layout = self._probe.layout(whole)
         if layout.rows < 2:
-            raise _WholeError("it has one row")
-        shape = shape_of(self._model, whole, layout, parts)
+            raise WholeError("it has one row")
+        shape = shape_of(self.model, whole, layout, parts)
         known = self._verdicts.get(shape) or self._verdict(whole, layout, min(parts, layout.rows))
-        if isinstance(known, _WholeError) or not known.chooses:  # else it is looked at each time
+        if isinstance(known, WholeError) or not known.chooses:  # else it is looked at each time
             self._verdicts[shape] = known
-        if isinstance(known, _WholeError):
+        if isinstance(known, WholeError):
             raise known
         return layout, known
 
-    def _verdict(self, whole: Call, layout: Layout, parts: int) -> SplitVerdict | _WholeError:
+    def _verdict(self, whole: Call, layout: Layout, parts: int) -> SplitVerdict | WholeError:
         plan = self._rescuer.session.plan
         judge = Judge(
-            self._model, self._name, self._probe, is_low=plan.precision not in (Precision.KEEP, Precision.FP32)
+            self.model, self._name, self._probe, is_low=plan.precision not in (Precision.KEEP, Precision.FP32)
         )
         try:
             verdict = judge.values_of(self._called, whole, layout, parts)
         except RefusalError as refusal:
-            return _WholeError(refusal.reason)
+            return WholeError(refusal.reason)
         if verdict is None:
-            return _WholeError(
+            return WholeError(
                 judge.unseen or "there is no memory for two rows, to see whether they depend on each other"
             )
-        return _WholeError(_DRAWS, again=False) if verdict.draws else verdict
+        return WholeError(_DRAWS, again=False) if verdict.draws else verdict
 
     # -- what it works with --------------------------------------------------------------------
 
     @property
-    def _model(self) -> nn.Module:
+    def model(self) -> nn.Module:
         return self._rescuer.session.workload.model
 
     @property
@@ -269,14 +267,14 @@ class Evaluations:
 
     @property
     def _probe(self) -> Probe:
-        self._known_probe = self._known_probe or Probe(self._model, self._name, run=self._called)
+        self._known_probe = self._known_probe or Probe(self.model, self._name, run=self._called)
         return self._known_probe
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
-        return uncompiled() if is_compiled(self._model) else nullcontext()
+        return uncompiled() if is_compiled(self.model) else nullcontext()
 
     def _note(self, text: str) -> None:
         self._rescuer.session.log.note_not_rescued(text)
@@ -294,66 +292,6 @@ def _written_to(given: Structure) -> type | None:
     if given.kind is not None and not issubclass(given.kind, (list, tuple, Mapping)):
         return given.kind
     return next(filter(None, map(_written_to, given.children)), None)
-
-
-class Generations(Evaluations):
-    """Calls of `generate` likewise. Tokens of a row do not follow from those of others, and rows that end early are filled up."""
-
-    _has_graphs = False
-
-    def __init__(self, rescuer: Rescuer) -> None:
-        super().__init__(rescuer)
-        self._compared: set[Any] = set()  # kinds of calls whose rows were seen to be independent
-
-    def generate(self, generate: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a generation, in parts where it does not fit."""
-        passes = self._rescuer.evaluations
-        if passes.is_under_way:
-            return generate(*args, **kwargs)
-        passes.is_under_way = True
-        try:
-            return self.run(generate, args, kwargs)
-        finally:
-            passes.is_under_way = False
-
-    def _in_parts(self, whole: Call, parts: int) -> torch.Tensor:
-        for name, leaf in zip(whole.spec.names(), whole.leaves, strict=True):
-            if not (leaf is None or isinstance(leaf, _PLAIN) or name.endswith("['generation_config']")):
-                raise _WholeError(f"it is given a {type(leaf).__name__}, which it may write to", again=False)
-        layout = next(iter(layouts_of(whole)), None)
-        if layout is None or layout.rows < 2:
-            raise _WholeError("it has one row")
-        if whole.kind not in self._compared:
-            self._compare(whole, layout)
-            self._compared.add(whole.kind)
-        pieces = [layout.take(whole, *span) for span in row_ranges(layout.rows, min(parts, layout.rows))]
-        return self._filled(whole, [self._tokens(piece, layout) for piece in pieces])
-
-    def _compare(self, whole: Call, layout: Layout) -> None:
-        rows = unlike_rows(whole, layout, 2)
-        together, *apart = (self._tokens(layout.pick(whole, some), layout) for some in (rows, rows[:1], rows[1:]))
-        if not torch.equal(together, self._filled(whole, apart)):
-            raise _WholeError("two of its rows give other tokens together than apart")
-
-    def _tokens(self, part: Call, layout: Layout) -> torch.Tensor:
-        output = self._checked(Surroundings(self._model), partial(part.run, self._run))
-        is_tokens = isinstance(output, torch.Tensor) and output.dim() == 2 and not output.is_floating_point()
-        if not is_tokens or len(output) != layout.rows_in(part):
-            raise _WholeError("it returns something else than one row of tokens for each")
-        return output
-
-    def _filled(self, whole: Call, parts: list[torch.Tensor]) -> torch.Tensor:
-        longest = max(part.size(1) for part in parts)
-        fill = 0
-        if any(part.size(1) < longest for part in parts):
-            given = whole.spec.put(whole.leaves)[1]
-            config = given.get("generation_config") or getattr(self._model, "generation_config", None)
-            ends = [given.get(name, getattr(config, name, None)) for name in ("pad_token_id", "eos_token_id")]
-            found = next((end for end in ends if end is not None), None)
-            fill = next(iter(found), None) if isinstance(found, (list, tuple)) else found
-            if not isinstance(fill, int):
-                raise _WholeError("its rows end at different lengths, and no pad_token_id says what follows them")
-        return torch.cat([F.pad(part, (0, longest - part.size(1)), value=fill) for part in parts])
 
 
 def derives(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

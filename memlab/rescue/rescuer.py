@@ -36,9 +36,10 @@ from memlab.errors import MemlabError, first_line
 from memlab.plan import Plan
 from memlab.records import Prediction, Rescue
 from memlab.rescue.calls import Calls
-from memlab.rescue.evaluation import Evaluations, Generations
+from memlab.rescue.evaluation import Evaluations
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.fallback import Place
+from memlab.rescue.generation import Generations
 from memlab.rescue.loop_code import LoopCode
 from memlab.rescue.recovery import Recovery
 from memlab.rescue.update import Update

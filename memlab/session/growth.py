@@ -8,6 +8,7 @@ once it takes a tenth of what this process can have, or when memory runs out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from memlab.units import format_bytes
 
@@ -58,9 +59,8 @@ class Growth:
 
     def text(self, spans: int = _SPANS - 1) -> str:
         """Return what has grown over so many spans; empty where nothing is known to."""
-        grown = [after - before for before, after in zip(self._read, self._read[1:], strict=False)][-spans:]
-        pairs = zip(grown, grown[1:], strict=False)
-        if len(grown) < spans or not all(0 < _TIMES[0] * a <= b <= _TIMES[1] * a for a, b in pairs):
+        grown = [after - before for before, after in pairwise(self._read)][-spans:]
+        if len(grown) < spans or not all(0 < _TIMES[0] * a <= b <= _TIMES[1] * a for a, b in pairwise(grown)):
             return ""
         calls = _FIRST << (len(self._read) - 1)
         kept = self._read[-1] - self._read[0]

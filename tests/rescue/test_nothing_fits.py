@@ -61,13 +61,14 @@ def test_the_whole_paragraph() -> None:
 @pytest.mark.parametrize("place", Place)
 def test_every_place_has_words(place: Place) -> None:
     words = {
-        "forward": "forward pass",
-        "backward": "backward pass",
-        "loop": "loop's own code",
-        "step": "optimizer's update",
+        "forward": "the forward pass",
+        "backward": "the backward pass",
+        "loop": "the loop's own code",
+        "evaluation": "a call without gradients",
+        "step": "the optimizer's update",
     }
 
-    assert f"as written (in the {words[place]})" in sentence(0, attempt(place=place))
+    assert f"as written (in {words[place]})" in sentence(0, attempt(place=place))
 
 
 def test_many_plans_are_shortened() -> None:

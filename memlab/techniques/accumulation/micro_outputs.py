@@ -56,7 +56,7 @@ class Joined:
                 self.parts = [self.whole]
                 self.whole.narrow(dim, sum(done), part.size(dim)).copy_(part)
                 return
-            self.parts = [*self.whole.narrow(dim, 0, sum(done)).split(done, dim)]
+            self.parts = [*torch.split(self.whole.narrow(dim, 0, sum(done)), done, dim)]
             self.whole = None
         self.parts.append(part)
 
