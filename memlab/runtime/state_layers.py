@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.away import sent_away
 from memlab.runtime.dispatch import never_compile
@@ -192,57 +193,69 @@ def remove_layer(
         _exchange(optimizer, technique.unpack_state, above, exchanged, in_force)
 
 
-class _Waiting:
-    """A tensor of a state dict that is loaded: its copy on the device is made when its parameter's turn has come.
+class _Coming(dict[tuple[int, str], torch.Tensor]):
+    """Tensors of a state dict that is loaded, by `id` of the parameter and name; torch holds it as long as it loads."""
 
-    Torch makes all copies before it hands any of them over, and so would need the memory that the layers save.
-    """
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what torch would have made of it."""
-        made: torch.Tensor = Optimizer._process_value_according_to_param_policy(parameter, self.value, 0, [], "")
-        return made
+# torch makes all copies on the device before it hands any of them over, and so would need the memory that the layers save
+_coming: MutableMapping[Optimizer, weakref.ref[_Coming]] = WeakIdKeyDictionary()
 
 
 def _have_wait(optimizer: Any, state_dict: dict[str, Any], techniques: Sequence[Technique]) -> dict[str, Any] | None:
-    """Return the state dict with large tensors that wait (for a load_state_dict pre-hook); None where others would see them."""
+    """Return the state dict with empty tensors in place of large ones (for a load_state_dict pre-hook); None where others would see them.
+
+    Torch gives these the dtype and the device that it would give the others.
+    """
     hooks = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
     is_seen = not all(is_ours(hook) for each in hooks for hook in each.values())
     is_torchs = type(optimizer).__setstate__.__module__.startswith("torch.")
     if is_seen or not is_torchs or not any(technique.changes_state for technique in techniques):
         return None
-    known = {number for group in state_dict["param_groups"] for number in group["params"]}
-    entries = {key: _waiting(e) if key in known else e for key, e in state_dict["state"].items()}
-    return {**state_dict, "state": entries}
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known, entries, coming = dict(zip(numbers, own, strict=False)), {**state_dict["state"]}, _Coming()
+    for number, parameter in known.items():
+        entry = entries.get(number)
+        if isinstance(entry, dict):
+            large = {name: value for name, value in entry.items() if _is_large(value)}
+            coming.update({(id(parameter), name): value for name, value in large.items()})
+            entries[number] = {**entry, **{name: value.new_empty(0) for name, value in large.items()}}
+    _coming[optimizer] = weakref.ref(coming)
+    return {**state_dict, "state": entries, "coming": coming}
 
 
-def _waiting(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    return {n: _Waiting(v) if torch.is_tensor(v) and v.numel() >= SMALL_ELEMENTS else v for n, v in entry.items()}
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() >= SMALL_ELEMENTS
 
 
 def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
     """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
     layers = [technique for technique in techniques if technique.changes_state]
     held_of.pop(optimizer, None)  # in torch, too, entries are others once a state dict was loaded
+    reference = _coming.pop(optimizer, None)
+    coming = (reference() if reference is not None else None) or _Coming()
     loaded = held_states(optimizer)
     try:
         while loaded:
-            with_room(partial(_pack_loaded_one, optimizer, *loaded[0], techniques, layers))
+            with_room(partial(_pack_loaded_one, optimizer, *loaded[0], coming, techniques, layers))
             del loaded[0]
     finally:
-        for _, state in loaded:  # of a load that broke off, and may be repeated
-            state.update({name: value.value for name, value in state.items() if isinstance(value, _Waiting)})
+        for parameter, state in loaded:  # of a load that broke off, and may be repeated
+            state.update({name: coming.get((id(parameter), name), value) for name, value in state.items()})
 
 
 def _pack_loaded_one(
-    optimizer: Optimizer, parameter: Any, state: State, techniques: Sequence[Technique], layers: Sequence[Technique]
+    optimizer: Optimizer,
+    parameter: Any,
+    state: State,
+    coming: Mapping[tuple[int, str], torch.Tensor],
+    techniques: Sequence[Technique],
+    layers: Sequence[Technique],
 ) -> None:
-    state = {name: value.of(parameter) if isinstance(value, _Waiting) else value for name, value in state.items()}
+    state = dict(state)
+    for name, value in state.items():
+        if (whole := coming.get((id(parameter), name))) is not None:
+            state[name] = whole.to(dtype=value.dtype, device=value.device)
     with at_home(techniques, [parameter], updates=False), changing(optimizer):
         set_state(optimizer, parameter, packed(optimizer, parameter, state, layers))
     if layers and parameter in optimizer.state:
