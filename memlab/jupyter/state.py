@@ -20,7 +20,6 @@ from memlab.runtime.callers import is_installed
 from memlab.runtime.namespace import is_held
 from memlab.runtime.workload import Workload
 from memlab.session import Session, check
-from memlab.session.model_calls import ModelCalls
 from memlab.units import format_bytes
 
 IN_NO_VARIABLE = "{} is in no variable of this notebook any more: %memfit undo removes the plan and releases the model"
@@ -64,7 +63,7 @@ def out_of_memory_advice(
     if isinstance(error, NothingFitsError):
         return f"{said}."
     said += f": {session.log.not_rescued}." if session.log.not_rescued else "."
-    place = _place(error)
+    place = Place.EVALUATION if session.usage.failed_evaluation == id(error) else _place(error)
     if place is Place.STEP:
         said += " The update had begun, and may be done for a part of the weights: load a checkpoint to go on."
     next_plan = _next_plan(session, batch, place, keep)
@@ -79,13 +78,11 @@ _OF_STEPS = ("step", "wrapper")  # torch's wrapper calls hooks of steps
 
 
 def _place(error: BaseException) -> Place:
-    """Return where memory ran out, as far as the frames of an error tell: in an optimizer's update, in a call without gradients, or in a step before."""
+    """Return where memory ran out, as far as the frames of an error tell: in an optimizer's update, or before it."""
     place = Place.FORWARD
     for entry in entries(error.__traceback__):
         this = entry.tb_frame.f_locals.get("self")
         name = entry.tb_frame.f_code.co_name
-        if isinstance(this, ModelCalls) and name == ModelCalls._evaluated.__name__:
-            return Place.EVALUATION
         if isinstance(this, torch.optim.Optimizer) and name in _OF_STEPS:
             place = Place.STEP
         elif isinstance(this, nn.Module) or name == "backward":  # called by a closure

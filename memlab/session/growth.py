@@ -59,8 +59,10 @@ class Growth:
 
     def text(self, spans: int = _SPANS - 1) -> str:
         """Return what has grown over so many spans; empty where nothing is known to."""
-        grown = [after - before for before, after in pairwise(self._read)][-spans:]
-        if len(grown) < spans or not all(0 < _TIMES[0] * a <= b <= _TIMES[1] * a for a, b in pairwise(grown)):
+        grown = [after - before for before, after in pairwise(self._read)]
+        if len(grown) < spans or min(grown) < 0:
+            return ""
+        if not all(0 < _TIMES[0] * a <= b <= _TIMES[1] * a for a, b in pairwise(grown[-spans:])):
             return ""
         calls = _FIRST << (len(self._read) - 1)
         kept = self._read[-1] - self._read[0]

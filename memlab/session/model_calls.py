@@ -122,6 +122,9 @@ class ModelCalls:
                 # within a step there is a graph of the plan
                 if session.position.is_within_step or not session.switching.falls_back(error):
                     raise
+            except Exception as error:
+                session.usage.failed_evaluation = id(error)
+                raise
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a generation, whose passes are calls of the model."""

@@ -35,6 +35,7 @@ class Usage:
         self._is_called = False  # whether it has done so since the last step
         self._was_updated_after = False  # whether a step has followed such a call
         self.was_evaluated = False  # whether it has called it in eval mode, with gradients
+        self.failed_evaluation = 0  # `id` of the last error of such a call, or of one without gradients
         self.was_replicated = False  # whether it has called copies of it on several GPUs
         self.accumulates = False  # whether it makes several backward passes for a step
         self._gradient: object = None  # of one weight, at the first call since the last step

@@ -274,3 +274,37 @@ def closure():
     return loss
 optimizer.step(closure)""")
     assert "the optimizer was in the middle of step 1: load a checkpoint to go on" in ran.out + ran.err
+
+
+_VALIDATION = """
+model(x, t)["loss"].backward()
+optimizer.step()
+model.eval()
+with {mode}, faults:
+    validated = model(x, t)["loss"]
+"""
+
+
+def test_validation_is_rescued_as_well_and_said(shell: Any, cell: Cell) -> None:
+    cell(BLOCKS)
+    shell.user_ns["faults"] = Faults([4])
+    ran = cell(f"%%memfit --capacity 8GiB\n{_VALIDATION.format(mode='torch.no_grad()')}")
+    assert ran.error is None
+    with torch.no_grad():
+        expected = shell.user_ns["model"](shell.user_ns["x"], shell.user_ns["t"])["loss"]
+    assert float(shell.user_ns["validated"]) == pytest.approx(float(expected), rel=1e-6)
+    out = re.sub(r"\n  +", " ", ran.out)
+    line = "step 2: memory ran out in a call without gradients: as written → its rows in 2 parts, same batch again"
+    assert out.count(line) == 2  # at once, and in the receipt
+
+
+def test_advice_on_a_validation_is_about_it(shell: Any, cell: Cell) -> None:
+    cell(BLOCKS)
+    shell.user_ns["faults"] = Faults([4])
+    ran = cell(f"%%memfit --capacity 8GiB\n{_VALIDATION.format(mode='torch.enable_grad()')}")
+    assert isinstance(ran.error, torch.OutOfMemoryError)
+    said = (
+        "memfit: out of memory under as written: a call of Blocks in eval mode keeps its graph: put torch.no_grad() around it. "
+        "Try next: %%memfit --offload optimizer\n"
+    )
+    assert said in ran.out + ran.err
