@@ -69,6 +69,7 @@ class Calls:
         """Return how a call is run."""
         rescuer = self.rescuer
         rescuer.loop_code.end()
+        rescuer.evaluations.trained()
         rescuer.recovery.work_begins()
         if self._derives_itself or not _can_be_guarded(self._model):
             return _as_written

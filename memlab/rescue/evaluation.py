@@ -75,10 +75,14 @@ class Evaluations:
         self._rescuer = rescuer
         self._run: Run  # of the call under way
         self._known_probe: Probe | None = None
-        self._verdicts: dict[Any, SplitVerdict | WholeError] = {}  # by shape
+        self._verdicts: dict[Any, SplitVerdict | WholeError] = {}  # by plan and shape, since the model was last trained
         self._too_many = 0  # elements of the smallest batch that did not fit; 0 where all did
         self._fitting = 1  # elements of the parts that did
         self.is_under_way = False  # a generation that makes such calls
+
+    def trained(self) -> None:
+        """Note a training call: rows are compared anew after it."""
+        self._verdicts.clear()
 
     def run(self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call, in parts where it does not fit.
@@ -232,7 +236,7 @@ class Evaluations:
         layout = self._probe.layout(whole)
         if layout.rows < 2:
             raise WholeError("it has one row")
-        shape = shape_of(self.model, whole, layout, parts)
+        shape = self._rescuer.session.plan, *shape_of(self.model, whole, layout, parts)
         known = self._verdicts.get(shape) or self._verdict(whole, layout, min(parts, layout.rows))
         if isinstance(known, WholeError) or not known.chooses:  # else it is looked at each time
             self._verdicts[shape] = known
