@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -73,8 +73,8 @@ class Evaluations:
 
     def __init__(self, rescuer: Rescuer) -> None:
         self._rescuer = rescuer
-        self._run: Run  # of the call under way
-        self._known_probe: Probe | None = None
+        self._run: Run = _nothing  # that of the call under way
+        self._probe = Probe(cast("nn.Module", None), "", run=self._called)
         self._verdicts: dict[Any, SplitVerdict | WholeError] = {}  # by plan and shape, since the model was last trained
         self._too_many = 0  # elements of the smallest batch that did not fit; 0 where all did
         self._fitting = 1  # elements of the parts that did
@@ -94,7 +94,7 @@ class Evaluations:
             return run(*args, **kwargs)
         elements = Batch(args, kwargs).elements if self._too_many else 0
         if elements and elements >= self._too_many:
-            return self._until_it_fits(run, args, kwargs, -(-elements // self._fitting), None)
+            return self._rescued(run, args, kwargs, -(-elements // self._fitting), None)
         oom: BaseException | None = None
         try:
             return run(*args, **kwargs)
@@ -102,7 +102,10 @@ class Evaluations:
             if isinstance(error, NothingFitsError) or not (is_out_of_memory(error) and self._serves(args, kwargs)):
                 raise
             oom = error
-        return self._until_it_fits(run, args, kwargs, 1, oom)
+        try:
+            return self._rescued(run, args, kwargs, 1, oom)
+        finally:
+            oom = None  # a name would keep it, and what its frames hold, in a cycle
 
     def _serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call that memory ran out for has no graph, and none around it counts its operators."""
@@ -111,6 +114,17 @@ class Evaluations:
             return False
         return not is_within_checkpoint() and torch._C._current_graph_task_id() == -1
 
+    def _rescued(
+        self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int, oom: BaseException | None
+    ) -> Any:
+        self._run = run
+        self._probe.serve(self.model, self._name)
+        try:
+            return self._until_it_fits(run, args, kwargs, parts, oom)
+        finally:
+            oom, self._run = None, _nothing  # the session keeps no model
+            self._probe.serve(None)
+
     def _until_it_fits(
         self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int, oom: BaseException | None
     ) -> Any:
@@ -118,7 +132,6 @@ class Evaluations:
         whole, batch = Call.of(args, kwargs), Batch(args, kwargs)
         recovery.rows = batch.rows or 1
         recovery.work_begins()
-        self._run = run
         first = oom
         refused: WholeError | None = None
         dropped, plan = False, rescuer.session.plan
@@ -190,9 +203,7 @@ class Evaluations:
 
     def _in_parts(self, whole: Call, parts: int) -> Any:
         """Run a call in parts and return what the whole call would return."""
-        if (
-            kind := _written_to(whole.spec)
-        ) is not None:  # a cache of keys and values, of which the failed call has filled a part
+        if (kind := _written_to(whole.spec)) is not None:  # a cache, of which the failed call has filled a part
             raise WholeError(f"it is given a {kind.__name__}, which it may write to", again=False)
         try:
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -219,9 +230,8 @@ class Evaluations:
         of = division.whole.leaves if division.whole is not None else ()
         for piece in division.micro_batches:
             outputs = Outputs.of(self.checked(before, partial(piece.run, self._run)))
-            given = {
-                id(each): leaf for each, leaf in zip(piece.leaves, of, strict=True) if isinstance(each, torch.Tensor)
-            }
+            pairs = zip(piece.leaves, of, strict=True)
+            given = {id(part): leaf for part, leaf in pairs if isinstance(part, torch.Tensor)}
             gathered.sharing.note(outputs.leaves, own | given)
             gathered.add(outputs.without_graph(), keeps_large=True, keeps_parts=False)
             del outputs
@@ -269,11 +279,6 @@ class Evaluations:
     def _name(self) -> str:
         return self._rescuer.session.workload.name
 
-    @property
-    def _probe(self) -> Probe:
-        self._known_probe = self._known_probe or Probe(self.model, self._name, run=self._called)
-        return self._known_probe
-
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
@@ -282,6 +287,10 @@ class Evaluations:
 
     def _note(self, text: str) -> None:
         self._rescuer.session.log.note_not_rescued(text)
+
+
+def _nothing() -> None:
+    """Stand for a call where there is none."""
 
 
 def _as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

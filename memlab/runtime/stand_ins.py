@@ -102,13 +102,14 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
 
     Call it before they are put there, so that it is undone after them.
     """
-    instance = module.__dict__
+    instance, there = module.__dict__, weakref.ref(module)  # who undoes it does not keep the module
 
     def restore() -> None:
+        alive = there()
         is_needed = (
             any(isinstance(value, StandIn) for value in instance.values())
             or any(is_ours(hook) for key in _HOOKS for hook in instance[key].values())
-            or (copies_itself(module) and isinstance(instance.get(CALL), InPlace))
+            or (alive is not None and copies_itself(alive) and isinstance(instance.get(CALL), InPlace))
         )
         if not is_needed:
             instance.pop(_STATE, None)
@@ -116,10 +117,10 @@ def keep_out_of_copies(module: nn.Module, undo: ExitStack) -> None:
                 del instance[_COPY]
 
     undo.callback(restore)
-    instance[_STATE] = functools.partial(_state_without_stand_ins, weakref.ref(module))
+    instance[_STATE] = functools.partial(_state_without_stand_ins, there)
     # of parametrized layers, say: it does not ask for a state
     if hasattr(type(module), _COPY) and _COPY not in instance:
-        instance[_COPY] = functools.partial(_copied_without_stand_ins, weakref.ref(module))
+        instance[_COPY] = functools.partial(_copied_without_stand_ins, there)
 
 
 def copies_itself(module: nn.Module) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -126,8 +128,18 @@ class ModelCalls:
                 session.usage.failed_evaluation = id(error)
                 raise
 
-    def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def generating(self) -> Callable[..., Any]:
+        """Return what stands for the model's `generate`, and does not keep it alive."""
+        model: Any = self._session.workload.model
+        made: Any = functools.update_wrapper(partial(self._generated), type(model).generate)
+        made.__signature__ = inspect.signature(model.generate)
+        del made.__wrapped__
+        return made  # type: ignore[no-any-return]
+
+    def _generated(self, *args: Any, **kwargs: Any) -> Any:
         """Run a generation, whose passes are calls of the model."""
+        model: Any = self._session.workload.model
+        original = partial(type(model).generate, model)
         rescuer = None if self._session.is_in_call else self._session.rescuing
         return original(*args, **kwargs) if rescuer is None else rescuer.generations.generate(original, args, kwargs)
 

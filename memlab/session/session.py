@@ -7,7 +7,6 @@ setting stays are left alone.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,7 @@ from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.observer import Observer
 from memlab.runtime.ownership import WITHOUT_VALUES, is_made, parameters_in, stepped_by
-from memlab.runtime.stand_ins import method_of, stand_in
+from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.workload import Workload
 from memlab.session import together
 from memlab.session.growth import Growth
@@ -298,9 +297,8 @@ class Session:
             hooks.callback(together.by_model.pop, self._model_id, None)
             self._call_hook = CallHook(model, self._calls.run, self._calls.refuse_traced, self._calls.refuse_replicas)
             self._call_hook.install(hooks)
-            if callable(getattr(type(model), "generate", None)):
-                generate = method_of(model, "generate")
-                stand_in(model, "generate", functools.wraps(generate)(partial(self._calls.generate, generate)), hooks)
+            if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
+                stand_in(model, "generate", self._calls.generating(), hooks)
             self.taken.attach(hooks)
             deleted = weakref.finalize(model, _model_deleted, weakref.ref(self))
             deleted.atexit = False

@@ -298,6 +298,16 @@ def test_validation_is_rescued_as_well_and_said(shell: Any, cell: Cell) -> None:
     assert out.count(line) == 2  # at once, and in the receipt
 
 
+def test_a_model_that_was_validated_in_parts_is_freed_with_its_name(shell: Any, cell: Cell) -> None:
+    cell(BLOCKS.replace("model = Blocks()", "Blocks.generate = lambda self, x: x\nmodel = Blocks()"))
+    shell.user_ns["faults"] = Faults([4, 5])
+    assert cell(f"%%memfit --capacity 8GiB\n{_VALIDATION.format(mode='torch.no_grad()')}").error is None
+    ran = cell(
+        "import gc, weakref\nalive = weakref.ref(model)\ngc.disable()\ndel model, optimizer\nprint(alive() is None)\ngc.enable()"
+    )
+    assert "True" in ran.out
+
+
 def test_advice_on_a_validation_is_about_it(shell: Any, cell: Cell) -> None:
     cell(BLOCKS)
     shell.user_ns["faults"] = Faults([4])

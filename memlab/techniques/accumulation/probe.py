@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -91,6 +91,10 @@ class Probe:
         # why the likeliest way in which a call might split is none, and what to do instead
         self._apart: tuple[str, str] | None = None
         self._is_given = False  # whether no other way is likelier
+
+    def serve(self, model: nn.Module | None, name: str = "") -> None:
+        """Look at a model of a name; with None keep that no longer, but what was learnt."""
+        self._model, self._name = cast("nn.Module", model), name
 
     def layout(self, call: Call) -> Layout:
         """Return how this call splits. Raises `RefusalError`: no tensor with a batch dimension, or rows that depend on each other."""
