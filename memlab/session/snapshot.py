@@ -18,6 +18,7 @@ from memlab.runtime.aliases import overwrite
 from memlab.runtime.model_state import State
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.workload import Workload
+from memlab.techniques.adapters.injected import adapters_of, note_adapters
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.masters import masters_of
 
@@ -63,10 +64,15 @@ class Snapshot:
         ]
         self._scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self._training = {name: module.training for name, module in workload.model.named_modules()}
+        self._adapters = adapters_of(workload.model)
+        self._give_learnt_back = None if self._adapters is None else self._adapters.copied()
 
     def restore(self) -> None:
         """Put everything back into the live objects, keeping their tensors where they fit."""
         workload = self._workload
+        note_adapters(workload.model, self._adapters)
+        if self._give_learnt_back is not None:
+            self._give_learnt_back()
         self._reached.restore()
         with torch.no_grad():
             for name, tensor in self._named_tensors():

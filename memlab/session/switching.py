@@ -78,6 +78,7 @@ class Switching:
             refused=lambda refusal: observers.tell("refused", refusal),
             is_led=is_led,
             accumulates=accumulates,
+            say=log.note,
         )
         self.in_force = InForce(workload, host)  # the plan in force, and its techniques
 
