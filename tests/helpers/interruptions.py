@@ -66,6 +66,8 @@ PLANS = (
     "--accumulate 2 --checkpoint --bf16 --offload optimizer,activations",
     "--chunk-loss",
     "--tile 2",
+    "--lora r=4",
+    "--lora r=4 --accumulate 2 --checkpoint --adam8bit --offload optimizer",
 )
 # moments are rounded at random, from a generator of memlab's own: an update that is done again draws other numbers
 _DRAWS = ("--release-grads --precision pure-bf16",)
