@@ -75,7 +75,7 @@ class Adapters(str):
     Items are separated by commas. What follows ``targets=`` without a sign of equality is a further target.
 
     Example:
-        >>> some = Adapters("targets=q_proj,v_proj,r=8,dora")
+        >>> some = Adapters("dora,targets=q_proj,v_proj,r=8")
         >>> some, some.rank, some.alpha, some.targets, some.is_dora, some.is_on
         ('r=8,alpha=16,dora,targets=q_proj,v_proj', 8, 16.0, ('q_proj', 'v_proj'), True, True)
         >>> Adapters("on"), Adapters("off:keep"), Adapters("off:merge").is_on
@@ -454,10 +454,10 @@ FIELDS: tuple[PlanField, ...] = (
         "freeze the weights and train low-rank adapters beside linear layers, by peft; when it goes off, what was learnt is kept "
         "beside the model (off), added to the weights (off:merge) or dropped (off:drop)",
         Adapters, bare="r=16,alpha=32",
-        choices=("off", "r=16,alpha=32", "r=8,alpha=16", "r=64,alpha=128", "r=16,alpha=32,dora", "off:merge", "off:drop"),
+        choices=("off", "r=16,alpha=32", "r=64,alpha=128", "r=16,alpha=32,dora", "off:merge", "off:drop"),
         offer="r=16,alpha=32", title="Adapters (LoRA)", needs_optimizer=True, untrained="nothing learns",
         names={
-            "r=16,alpha=32": "LoRA, rank 16", "r=8,alpha=16": "LoRA, rank 8", "r=64,alpha=128": "LoRA, rank 64",
+            "r=16,alpha=32": "LoRA, rank 16", "r=64,alpha=128": "LoRA, rank 64",
             "r=16,alpha=32,dora": "DoRA, rank 16", "off:merge": "off, merged into the weights", "off:drop": "off, dropped",
         },
     ),

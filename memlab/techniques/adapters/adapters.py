@@ -78,7 +78,7 @@ class LowRankAdapters(Technique):
     def check(self, workload: Workload) -> None:
         known = adapters_of(workload.model)
         if not self._asked.is_on:
-            if known is None or not known.steps:
+            if workload.has_values and (known is None or not known.steps):
                 what = "merge into the weights" if self._asked.what_was_learnt == "merge" else "drop"
                 raise RefusalError(FIELD, f"no adapters of {workload.name} have learnt anything to {what}", "train some with --lora")
             return
