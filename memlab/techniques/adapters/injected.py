@@ -7,8 +7,9 @@ a Trainer's checkpoints, write peft's files.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from memlab.plan import Adapters
 from memlab.runtime.rng import RandomState
 from memlab.techniques.adapters.targets import FIELD, written_for_peft
 from memlab.techniques.adapters.waiting import Waiting
+from memlab.techniques.precision.masters import masters_of
 
 Parameter = nn.Parameter
 _NAME = "default"  # of the adapter, as in peft
@@ -189,20 +191,17 @@ class InjectedAdapters:
     def save(self, model: nn.Module, folder: str | Path) -> None:
         """Write them to a folder as peft does."""
         peft: Any = require("peft")
-        safetensors: Any = require("safetensors.torch")
+        safetensors: Any = require("safetensors")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        values: dict[str, torch.Tensor] = {}
-        for name, layer in self._layers.items():
-            for key, parameter in layer.named_parameters():
-                if not key.startswith("base_layer."):
-                    values[f"{name}.{key}"] = parameter.detach().cpu().contiguous()
-        known = peft.get_peft_model_state_dict(_Named(self.config), state_dict=values, adapter_name=_NAME)
-        named = {f"base_model.model.{key}": value for key, value in known.items()}
-        safetensors.save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        config = type(self.config)(**self.config.to_dict())
-        config.base_model_name_or_path = vars(model).get("name_or_path") or getattr(getattr(model, "config", None), "_name_or_path", None)
-        config.inference_mode = True
+        own = _Tree(self._layers, self.config)
+        values = {name: _own_values(value) for name, value in own.state_dict(keep_vars=True).items()}
+        found = peft.get_peft_model_state_dict(own, values, adapter_name=_NAME, save_embedding_layers=False)
+        named = {f"base_model.model.{name}": value.detach().cpu().contiguous() for name, value in found.items()}
+        safetensors.torch.save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = copy.copy(self.config)
+        path = vars(model).get("name_or_path") or getattr(getattr(model, "config", None), "_name_or_path", None)
+        config.base_model_name_or_path, config.inference_mode = path, True
         config.save_pretrained(folder)
 
     def copied(self) -> Callable[[], None]:
@@ -220,12 +219,25 @@ class InjectedAdapters:
         return restore
 
 
-class _Named(nn.Module):
-    """Stands for a model with adapters, of which peft asks what they are like."""
+class _Tree(nn.Module):
+    """Stands for a model with adapters, and has nothing of it but these."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], config: Any) -> None:
         super().__init__()
         self.peft_config = {_NAME: config}
+        for name, layer in layers.items():
+            path, _, key = name.rpartition(".")
+            parent: nn.Module = self
+            for part in filter(None, path.split(".")):
+                parent = parent._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+            parent._modules[key] = layer
+
+
+def _own_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter as the loop knows them."""
+    masters = masters_of(tensor)
+    values = None if masters is None else masters.values(tensor)
+    return tensor if values is None else values
 
 
 def _own(layer: nn.Module) -> Any:
