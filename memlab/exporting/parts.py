@@ -79,7 +79,11 @@ def adapters_config(plan: Plan) -> str:
     settings = [f"r={adapters.rank}", f"lora_alpha={adapters.alpha:g}"]
     settings += [f"lora_dropout={adapters.dropout:g}"] if adapters.dropout else []
     settings += ["use_dora=True"] if adapters.is_dora else []
-    settings.append(f"target_modules={[*adapters.targets]!r}".replace("'", '"') if adapters.targets else 'target_modules="all-linear"')
+    settings.append(
+        f"target_modules={[*adapters.targets]!r}".replace("'", '"')
+        if adapters.targets
+        else 'target_modules="all-linear"'
+    )
     return f"LoraConfig({', '.join(settings)})"
 
 

@@ -246,7 +246,9 @@ class CellMagic:
             return []
         # what goes by the optimizer comes with the first call that trains, when the cell has made it
         fields = () if options.plan is None else options.plan.changes()
-        is_early = any(BY_NAME[name].needs_optimizer for name in fields) and not all(each.optimizers for each in workloads)
+        is_early = any(BY_NAME[name].needs_optimizer for name in fields) and not all(
+            each.optimizers for each in workloads
+        )
         return workloads if is_sure and not is_early else []
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:

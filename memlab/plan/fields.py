@@ -100,7 +100,9 @@ class Adapters(str):
             self.rank, self.alpha, self.dropout, self.is_dora, self.targets = 0, 0.0, 0.0, False, ()
             return self
         if kind == "off":
-            raise PlanError(f"--lora {text}: what was learnt can be off:keep, off:merge or off:drop{did_you_mean(after, ['keep', 'merge', 'drop'])}")
+            raise PlanError(
+                f"--lora {text}: what was learnt can be off:keep, off:merge or off:drop{did_you_mean(after, ['keep', 'merge', 'drop'])}"
+            )
         given: dict[str, str] = {}
         targets: list[str] | None = None
         for item in () if text == "on" else [each.strip() for each in text.split(",")]:
@@ -144,14 +146,18 @@ def _rank_of(text: str, given: Mapping[str, str]) -> int:
 def _alpha_of(text: str, given: Mapping[str, str]) -> float:
     alpha = _number_of(given.get("alpha", str(2 * _rank_of(text, given))))
     if not 0 < alpha < math.inf:
-        raise PlanError(f"--lora {text}: alpha={given['alpha']} scales nothing; give a number over 0, as in '--lora r=16,alpha=32'")
+        raise PlanError(
+            f"--lora {text}: alpha={given['alpha']} scales nothing; give a number over 0, as in '--lora r=16,alpha=32'"
+        )
     return alpha
 
 
 def _dropout_of(text: str, given: Mapping[str, str]) -> float:
     dropout = _number_of(given.get("dropout", "0"))
     if not 0 <= dropout < 1:
-        raise PlanError(f"--lora {text}: dropout={given['dropout']} is no share; give a number from 0 up to 1, as in '--lora dropout=0.05'")
+        raise PlanError(
+            f"--lora {text}: dropout={given['dropout']} is no share; give a number from 0 up to 1, as in '--lora dropout=0.05'"
+        )
     return dropout
 
 

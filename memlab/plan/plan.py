@@ -94,6 +94,16 @@ class Plan:
         """The flags, or "as written" when the plan changes nothing."""
         return str(self) or "as written"
 
+    @property
+    def lasting(self) -> Plan:
+        """The plan that is in force once it has been applied: what is done once is done.
+
+        Example:
+            >>> Plan.parse("--lora off:merge --bf16").lasting.label
+            '--bf16'
+        """
+        return self if self.adapters.is_on else replace(self, adapters=Adapters("off"))
+
     def tier_of(self, what: Offloaded) -> Tier | None:
         """Return where something is offloaded to, or None when it stays."""
         return dict(self.offload).get(what)

@@ -124,7 +124,9 @@ class InForce:
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with deferred_interrupts() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
-            self._follow(plan)
+            self._entries = {kind: entry for kind, entry in self._entries.items() if not entry.technique.is_over}
+            self._refresh()
+            self._follow(plan.lasting)
             if is_on_gpu and self.techniques != before:
                 torch.cuda.empty_cache()
                 torch._C._host_emptyCache()  # pinned memory, which nobody else on the machine can have meanwhile

@@ -260,7 +260,9 @@ def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
         yield _Table(vars(module))
         for key, value in vars(module).items():
             # beside the hooks themselves there are tables of which are called when
-            if isinstance(value, MutableMapping) and ("_hooks" in key or key in ("_parameters", "_buffers", "_modules")):
+            if isinstance(value, MutableMapping) and (
+                "_hooks" in key or key in ("_parameters", "_buffers", "_modules")
+            ):
                 yield _Table(value)
 
 

@@ -125,6 +125,7 @@ class Technique:
         was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
         comes_first: whether modules and parameters are others because of it. It is put in before the others, and these are put in
             anew when it comes or goes.
+        is_over: whether it was to do something once, and has done it: it is then in force no longer.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         works_on_updates: whether it does nothing for a model that no optimizer updates.
@@ -149,6 +150,7 @@ class Technique:
     changes_modules: bool = False
     was_reached: bool = False
     comes_first: bool = False
+    is_over: bool = False
     is_engine: bool = False
     is_of_optimizer: bool = False
     works_on_updates: bool = False

@@ -44,11 +44,21 @@ def _llama(**more: Any) -> nn.Module:
 
 def _bert() -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **sizes))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **sizes)
+    )
 
 
 def _t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 64, "dropout_rate": 0.0}
+    sizes = {
+        "d_model": 32,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "d_kv": 16,
+        "vocab_size": 64,
+        "dropout_rate": 0.0,
+    }
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
 
 
@@ -69,7 +79,9 @@ def _made(family: str = "gpt2") -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups, as people make them."""
     decayed, others = ([p for p in model.parameters() if (p.dim() > 1) is is_matrix] for is_matrix in (True, False))
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+    )
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:
@@ -280,7 +292,10 @@ class TestWhatWasLearnt:
             )
             _step(model, optimizer, batch)  # of the weights themselves
             optimizer.zero_grad()
-            with pytest.raises(RefusalError, match=r"has adapters \(r=4,alpha=8\) that learnt in 2 steps, and r=2,alpha=4 would make others"):
+            with pytest.raises(
+                RefusalError,
+                match=r"has adapters \(r=4,alpha=8\) that learnt in 2 steps, and r=2,alpha=4 would make others",
+            ):
                 session.switch("--lora r=2")
             session.switch("--lora r=4")
             assert model.get_submodule("transformer.h.0.attn.c_attn") is layer
@@ -321,7 +336,9 @@ class TestWhatWasLearnt:
                 "what adapters learnt in 3 steps is part of the weights of LlamaForCausalLM: undo does not take it out"
             )
             assert adapters_of(model) is None
+            assert session.plan == Plan.parse("--adam8bit")  # it is done once
             _step(model, optimizer, batch)
+            measure(Workload(model, optimizer, batch=batch), "--bf16", steps=1)
         assert all(p.requires_grad for p in model.parameters())
 
     def test_is_dropped_where_that_is_asked_for(self) -> None:
@@ -365,7 +382,10 @@ class TestSaving:
         if waits:
             session.undo()
         save_adapters(model, tmp_path / "adapters")
-        assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+        assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
         loaded = peft.PeftModel.from_pretrained(_made()[0], str(tmp_path / "adapters"))
         assert torch.equal(loaded(**batch).logits, outputs)
         session.undo()
@@ -414,7 +434,9 @@ class TestTheLoop:
                 session.switch(flags)
                 _step(model, optimizer, batch)
                 assert session.techniques[0] is technique
-                assert all(a is b for a, b in zip(adapters, (p for p in model.parameters() if p.requires_grad), strict=True))
+                assert all(
+                    a is b for a, b in zip(adapters, (p for p in model.parameters() if p.requires_grad), strict=True)
+                )
 
     def test_what_is_frozen_or_not_trained_stays_as_it_is(self) -> None:
         model, batch = _made()
@@ -448,7 +470,8 @@ class TestTheLoop:
         held = {names[id(p)] for p in optimizer.param_groups[0]["params"]}
         assert held == {name for name in names.values() if ".c_" in name and name.endswith("weight")}
         assert any(
-            entry.text == "AdamW was made under --lora and has none of 20 parameters that were frozen then: make it anew to train them"
+            entry.text
+            == "AdamW was made under --lora and has none of 20 parameters that were frozen then: make it anew to train them"
             for entry in session.log
         )
 
@@ -554,7 +577,9 @@ class TestRefusals:
 
         config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
         for model in (peft.get_peft_model(_gpt2(), config), peft.inject_adapter_in_model(config, _gpt2())):
-            assert _said(model, "--lora").endswith("has adapters of peft's already, which train as they are; leave out --lora")
+            assert _said(model, "--lora").endswith(
+                "has adapters of peft's already, which train as they are; leave out --lora"
+            )
 
     def test_nothing_to_merge(self) -> None:
         assert _said(_made()[0], "--lora off:merge") == (

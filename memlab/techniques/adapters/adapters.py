@@ -52,11 +52,18 @@ class LowRankAdapters(Technique):
     field = FIELD
     descriptions = (
         Description(
-            "--lora [r=16,alpha=32,targets=…]",
-            "gradients and moments of all weights but those of the adapters (of 1 % of a model, say)",
-            "two small products per layer; the moments that wait are on the host",
-            "the same outputs when it comes; from then on another training run, in which adapters learn. Undone to the bit",
-            "where activations are most of the peak; refused for models without linear layers or with adapters of their own",
+            "--lora",
+            "gradients and moments of all weights but those of the adapters, which are 1 % of a large model or less",
+            "two small products per layer; what waits of the optimizer is on the host",
+            "the same outputs when it comes; then another training run, in which adapters learn. Undone to the bit",
+            "where activations are most of the peak; refused for models without linear layers, or with adapters of their own",
+        ),
+        Description(
+            "--lora dora",
+            "as `--lora`",
+            "more time and activations than `--lora`: each layer's weights are summed up and their norm taken in every call",
+            "as `--lora`",
+            "as `--lora`",
         ),
     )
     changes_modules = True
@@ -80,7 +87,9 @@ class LowRankAdapters(Technique):
         if not self._asked.is_on:
             if workload.has_values and (known is None or not known.steps):
                 what = "merge into the weights" if self._asked.what_was_learnt == "merge" else "drop"
-                raise RefusalError(FIELD, f"no adapters of {workload.name} have learnt anything to {what}", "train some with --lora")
+                raise RefusalError(
+                    FIELD, f"no adapters of {workload.name} have learnt anything to {what}", "train some with --lora"
+                )
             return
         require_installed("peft")
         if process_count() > 1:
@@ -113,6 +122,7 @@ class LowRankAdapters(Technique):
         if not self._asked.is_on:
             if known is not None:
                 self._end(workload, known)
+            self.is_over = True
             return
         trained = _trained(workload)
         if known is not None and known.setting == self._asked:
@@ -136,7 +146,9 @@ class LowRankAdapters(Technique):
         """Do once what is asked for with what was learnt."""
         if self._asked.what_was_learnt == "merge":
             adapters.merge()
-            self.host.say(f"what adapters learnt in {adapters.steps} steps is part of the weights of {workload.name}: undo does not take it out")
+            self.host.say(
+                f"what adapters learnt in {adapters.steps} steps is part of the weights of {workload.name}: undo does not take it out"
+            )
         else:
             self.host.say(f"what adapters of {workload.name} learnt in {adapters.steps} steps is dropped")
         note_adapters(workload.model, None)
@@ -163,7 +175,9 @@ class LowRankAdapters(Technique):
         missing = sum(id(p) not in held for p in self._frozen.values())
         if held and missing:
             names = " and ".join(type(each).__name__ for each in workload.optimizers)
-            self.host.say(f"{names} was made under --lora and has none of {missing} parameters that were frozen then: make it anew to train them")
+            self.host.say(
+                f"{names} was made under --lora and has none of {missing} parameters that were frozen then: make it anew to train them"
+            )
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         adapters = self._adapters
@@ -171,7 +185,9 @@ class LowRankAdapters(Technique):
             return
         undo.callback(self._leave, optimizer, adapters)
         placed = {p for each in self._groups for p in stepped_by(each)}
-        self._groups[optimizer] = ExchangedGroups(optimizer, self._frozen, adapters.of_weights, placed, adapters.of_frozen)
+        self._groups[optimizer] = ExchangedGroups(
+            optimizer, self._frozen, adapters.of_weights, placed, adapters.of_frozen
+        )
         adapters.waiting.give_state_back(optimizer, adapters.parameters())
 
     def _leave(self, optimizer: Optimizer, adapters: InjectedAdapters) -> None:
@@ -199,7 +215,9 @@ class LowRankAdapters(Technique):
         parameters = self._adapters.parameters()
         unreached = sum(p.grad is None for p in parameters)
         if 0 < unreached < len(parameters):
-            self.note_once(f"{unreached} of {len(parameters)} tensors of adapters got no gradient in the first step: the model did not call their layers")
+            self.note_once(
+                f"{unreached} of {len(parameters)} tensors of adapters got no gradient in the first step: the model did not call their layers"
+            )
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if self._adapters is not None and not skipped:
@@ -213,7 +231,9 @@ class LowRankAdapters(Technique):
         if self._adapters is None:
             return None
         groups = {
-            id(group): exchanged.as_written(group) for optimizer, exchanged in self._groups.items() for group in optimizer.param_groups
+            id(group): exchanged.as_written(group)
+            for optimizer, exchanged in self._groups.items()
+            for group in optimizer.param_groups
         }
         return AsWritten(self._adapters.instead, frozenset(self._frozen), groups, self._adapters.attributes)
 
@@ -231,6 +251,12 @@ def _refuse_foreign_adapters(workload: Workload, own: InjectedAdapters | None) -
     if tuners is None:
         return  # no layer can be one of its
     ours = {} if own is None else own.instead
-    foreign = [each for each in workload.model.modules() if isinstance(each, (tuners.BaseTunerLayer, tuners.BaseTuner)) and id(each) not in ours]
+    foreign = [
+        each
+        for each in workload.model.modules()
+        if isinstance(each, (tuners.BaseTunerLayer, tuners.BaseTuner)) and id(each) not in ours
+    ]
     if foreign:
-        raise RefusalError(FIELD, f"{workload.name} has adapters of peft's already, which train as they are", "leave out --lora")
+        raise RefusalError(
+            FIELD, f"{workload.name} has adapters of peft's already, which train as they are", "leave out --lora"
+        )

@@ -58,7 +58,9 @@ class ExchangedGroups:
         remaining, known = {id(p) for p in now}, {id(p) for p in new}
         if remaining == known and mine.isdisjoint(map(id, own)):
             return own
-        weights = {id(p): self._frozen[key] for key, beside in self._adapters.items() if key in self._frozen for p in beside}
+        weights = {
+            id(p): self._frozen[key] for key, beside in self._adapters.items() if key in self._frozen for p in beside
+        }
         kept = [p for p in own if id(p) in remaining or id(p) not in known]
         written = (weights.get(id(p), p) for p in [*kept, *(p for p in now if id(p) not in known)])
         return list({id(p): p for p in written}.values())
@@ -70,5 +72,8 @@ class ExchangedGroups:
         self._waiting.give_state_back(optimizer, [*self._frozen.values()])
         known = {id(key) for key in self._order}
         entries = optimizer.state
-        for key in [*(each for each in self._order if each in entries), *(each for each in entries if id(each) not in known)]:
+        for key in [
+            *(each for each in self._order if each in entries),
+            *(each for each in entries if id(each) not in known),
+        ]:
             entries[key] = entries.pop(key)

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.errors import RefusalError, WorkloadError
 from memlab.extras import require
 from memlab.plan import Adapters
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.rng import RandomState
 from memlab.techniques.adapters.targets import FIELD, written_for_peft
 from memlab.techniques.adapters.waiting import Waiting
@@ -49,7 +50,7 @@ class InjectedAdapters:
         self.waiting = Waiting()  # their gradients and optimizer state, while they are not in the model
         self._kept: dict[int, torch.Tensor] = {}  # of parameters that are off the device, by id
         self._attributes: dict[str, Any] = {}  # that peft and Transformers gave the model
-        self._layers: dict[str, nn.Module] = {}  # peft's, by name of the user's layer
+        self._layers: dict[str, Any] = {}  # peft's, by name of the user's layer
         with _as_before(model):
             self._inject(model, names)
 
@@ -125,11 +126,10 @@ class InjectedAdapters:
 
     def put_in(self, model: nn.Module) -> None:
         """Put peft's layers in the places of the user's, which they hold."""
-        for parameter in self.parameters():
-            kept = self._kept.get(id(parameter))
-            if kept is not None:
-                parameter.data = kept.to(self._device_of(parameter), copy=True)
         for name, layer in self._layers.items():
+            for parameter in self.parameters(layer):
+                if (kept := self._kept.get(id(parameter))) is not None:
+                    parameter.data = kept.to(_own(layer).weight.device, copy=True)
             layer.train(_own(layer).training)
             _put(model, name, _own(layer), layer)
         vars(model).update(self._attributes)
@@ -156,11 +156,8 @@ class InjectedAdapters:
     @property
     def are_away(self) -> bool:
         """Return whether their parameters are off the device."""
-        return any(p.data_ptr() == kept.data_ptr() for p in self.parameters() if (kept := self._kept.get(id(p))) is not None)
-
-    def _device_of(self, parameter: Parameter) -> torch.device:
-        layers = self._layers.values()
-        return next(_own(layer).weight.device for layer in layers if any(p is parameter for p in layer.parameters()))
+        kept = ((p, self._kept.get(id(p))) for p in self.parameters())
+        return any(away is not None and storage_of(p) == storage_of(away) for p, away in kept)
 
     # -- what was learnt -----------------------------------------------------------------------
 

@@ -73,7 +73,9 @@ def targets_of(
     able, name = linear_layers(model, instead), type(model).__name__
     if not able:
         raise RefusalError(
-            FIELD, f"{name} calls no linear layers of its own, and adapters go beside these", "use --adam8bit or --offload optimizer"
+            FIELD,
+            f"{name} calls no linear layers of its own, and adapters go beside these",
+            "use --adam8bit or --offload optimizer",
         )
     listed = _listed(able)
     for target in setting.targets:
@@ -130,7 +132,9 @@ def _modules(model: nn.Module, instead: Mapping[int, nn.Module]) -> Iterator[tup
         seen.add(id(module))
         own = instead.get(id(module), module)
         yield name, parent, own
-        children = [(f"{name}.{key}" if name else key, own, child) for key, child in own._modules.items() if child is not None]
+        children = [
+            (f"{name}.{key}" if name else key, own, child) for key, child in own._modules.items() if child is not None
+        ]
         waiting += reversed(children)
 
 

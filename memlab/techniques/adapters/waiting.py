@@ -94,7 +94,10 @@ class Waiting:
         """Copy what waits; return what has that wait again."""
         gradients = dict(self._gradients)
         states = {
-            optimizer: {key: replace(kept, values={name: _copy(value) for name, value in kept.values.items()}) for key, kept in entries.items()}
+            optimizer: {
+                key: replace(kept, values={name: _copy(value) for name, value in kept.values.items()})
+                for key, kept in entries.items()
+            }
             for optimizer, entries in self._states.items()
         }
 
@@ -134,4 +137,6 @@ def _copy(value: Any) -> Any:
 
 def _is_large(value: Any) -> bool:
     """Return whether it is worth a copy; a tensor of a class of its own may see to its place by itself."""
-    return type(value) in (torch.Tensor, FakeTensor) and value.numel() >= SMALL_ELEMENTS and not hasattr(value, "is_paged")
+    return (
+        type(value) in (torch.Tensor, FakeTensor) and value.numel() >= SMALL_ELEMENTS and not hasattr(value, "is_paged")
+    )
