@@ -103,7 +103,7 @@ def chunked_loss(model, batch):
 
 _ADAPTERS = '''
 def add_adapters(model):
-    """Freeze the weights, and put adapters beside linear layers: peft.get_peft_model_state_dict(model) has what they learn."""
+    """Freeze the weights, and put adapters beside linear layers; save them by peft.get_peft_model_state_dict(model)."""
     inject_adapter_in_model({config}, model)
 '''
 

@@ -20,14 +20,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.errors import RefusalError
-from memlab.extras import require_installed
+from memlab.errors import MissingExtraError, RefusalError
+from memlab.extras import available, require
 from memlab.plan import Plan
 from memlab.runtime.ownership import stepped_by
 from memlab.runtime.workload import Workload
@@ -91,7 +91,10 @@ class LowRankAdapters(Technique):
                     FIELD, f"no adapters of {workload.name} have learnt anything to {what}", "train some with --lora"
                 )
             return
-        require_installed("peft")
+        require("peft")
+        if available("bitsandbytes"):
+            with suppress(MissingExtraError):  # peft imports it, and what it warns of would stand in the user's cell
+                require("bitsandbytes")
         if process_count() > 1:
             reason = "adapters would not be known to what sums the gradients of several processes"
             raise RefusalError(FIELD, reason, "use peft's get_peft_model before the model is wrapped")
