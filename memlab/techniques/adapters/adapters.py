@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.extras import available, require
 from memlab.plan import Plan
+from memlab.runtime.model_state import weights_that_wait
 from memlab.runtime.ownership import stepped_by
 from memlab.runtime.workload import Workload
 from memlab.techniques.adapters import injected
@@ -139,6 +140,7 @@ class LowRankAdapters(Technique):
         self._frozen = known.frozen = {id(p): p for p in model.parameters() if id(p) in trained}
         for parameter in self._frozen.values():
             parameter.requires_grad_(False)
+            weights_that_wait[parameter] = None
         known.of_frozen.take_gradients([*self._frozen.values()])
         known.waiting.give_gradients_back(known.parameters())
         self.notes.append(
@@ -163,6 +165,7 @@ class LowRankAdapters(Technique):
         adapters.send_away()
         for parameter in self._frozen.values():
             parameter.requires_grad_(True)
+            weights_that_wait.pop(parameter, None)
         adapters.of_frozen.give_gradients_back([*self._frozen.values()])
         adapters.of_frozen.forget()
         self._adapters, adapters.frozen = None, {}
