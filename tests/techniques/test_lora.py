@@ -164,6 +164,20 @@ def test_outputs_are_the_same_when_they_come_and_every_bit_is_back_when_they_go(
     assert torch.equal(_outputs(model, batch), outputs)
 
 
+@pytest.mark.parametrize("flags", ["--lora r=2", "--lora dora,r=2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_adapters_of_16_bit_weights_are_in_fp32_and_change_no_output(family: str, flags: str) -> None:
+    model, batch = _made(family)
+    optimizer = _adamw(model.bfloat16())
+    outputs = _outputs(model, batch)
+    with fit(Workload(model, optimizer), flags):
+        assert torch.equal(_outputs(model, batch), outputs)
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        losses = [_step(model, optimizer, batch) for _ in range(3)]
+    assert losses[0] > losses[2]
+    assert torch.equal(_outputs(model, batch), outputs)
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_losses_are_those_of_pefts_own_loop(family: str, kind: str) -> None:

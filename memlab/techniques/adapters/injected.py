@@ -81,10 +81,19 @@ class InjectedAdapters:
             layer.train(own.training)
             if mode is not None:
                 _give_shapes_alone(layer, mode)
-        for parameter in self.parameters():  # as peft's own: updates of 16-bit weights would be lost
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = parameter.data.float()
+        for layer in self._layers.values():
+            self._keep_in_fp32(layer)
         self.config = config
+
+    def _keep_in_fp32(self, layer: Any) -> None:
+        """Have adapters beside 16-bit weights in fp32, as peft's own: small updates would be lost."""
+        half = [p for p in self.parameters(layer) if p.dtype in (torch.float16, torch.bfloat16)]
+        for parameter in half:
+            parameter.data = parameter.data.float()
+        if half and self.setting.is_dora and not isinstance(_own(layer).weight, FakeTensor):
+            # the norm of the weights as the forward pass takes it then: both have to be the same to the bit
+            dora, weight = layer.lora_magnitude_vector[_NAME], _own(layer).weight.detach().float()
+            dora.weight.data = dora.get_weight_norm(weight, weight.new_zeros(()), layer.scaling[_NAME])
 
     # -- what they are -------------------------------------------------------------------------
 
