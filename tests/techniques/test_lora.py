@@ -362,7 +362,7 @@ class TestWhatWasLearnt:
         with fit(Workload(model, optimizer), "--lora r=4") as session:
             _step(model, optimizer, batch)
             session.switch("--lora off:drop")
-            assert session.log[-2].text == "what adapters of GPT2LMHeadModel learnt in 1 steps is dropped"
+            assert session.log[-2].text == "what adapters of GPT2LMHeadModel learnt in 1 step is dropped"
             assert adapters_of(model) is None
             session.switch("--lora r=2")  # others, then
         assert _differ(_values(model, optimizer), values) == []

@@ -103,7 +103,7 @@ class LowRankAdapters(Technique):
         if known is not None and known.steps and known.setting != self._asked:
             raise RefusalError(
                 FIELD,
-                f"{workload.name} has adapters ({known.setting}) that learnt in {known.steps} steps, and {self._asked} would make others",
+                f"{workload.name} has adapters ({known.setting}) that learnt in {known.learnt_in}, and {self._asked} would make others",
                 "say first what happens to them: --lora off:merge or --lora off:drop",
             )
         targets_of(workload.model, self._asked, _trained(workload), {} if known is None else known.instead)
@@ -152,10 +152,10 @@ class LowRankAdapters(Technique):
         if self._asked.what_was_learnt == "merge":
             adapters.merge()
             self.host.say(
-                f"what adapters learnt in {adapters.steps} steps is part of the weights of {workload.name}: undo does not take it out"
+                f"what adapters learnt in {adapters.learnt_in} is part of the weights of {workload.name}: undo does not take it out"
             )
         else:
-            self.host.say(f"what adapters of {workload.name} learnt in {adapters.steps} steps is dropped")
+            self.host.say(f"what adapters of {workload.name} learnt in {adapters.learnt_in} is dropped")
         note_adapters(workload.model, None)
 
     def _take_out(self, workload: Workload, adapters: InjectedAdapters) -> None:
@@ -174,7 +174,7 @@ class LowRankAdapters(Technique):
         elif not self.host.coming().adapters.is_on and self.host.coming().adapters.what_was_learnt == "keep":
             size = format_bytes(sum(p.numel() * p.element_size() for p in adapters.parameters()))
             self.host.say(
-                f"what adapters learnt in {adapters.steps} steps waits beside {workload.name} ({size}): --lora brings it back, "
+                f"what adapters learnt in {adapters.learnt_in} waits beside {workload.name} ({size}): --lora brings it back, "
                 "--lora off:merge adds it to the weights, --lora off:drop drops it"
             )
         held = set().union(*map(stepped_by, workload.optimizers))

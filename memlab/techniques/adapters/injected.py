@@ -118,10 +118,10 @@ class InjectedAdapters:
         """Return the names of attributes that the model has because of them."""
         return frozenset(self._attributes)
 
-    def are_in(self, model: nn.Module) -> bool:
-        """Return whether they are in the model now."""
-        modules = {id(module) for module in model.modules()}
-        return any(id(layer) in modules for layer in self._layers.values())
+    @property
+    def learnt_in(self) -> str:
+        """Return in how many steps they have learnt, in words."""
+        return f"{self.steps} step{'s' * (self.steps != 1)}"
 
     def describe(self, model: nn.Module) -> str:
         """Return how many there are, on what, and how much of the model trains, in words."""
@@ -129,7 +129,7 @@ class InjectedAdapters:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         share = trained / sum(p.numel() for p in model.parameters())
         kind = "DoRA" if self.setting.is_dora else "LoRA"
-        return f"{kind} of rank {self.setting.rank} beside {len(self._layers)} linear layers ({', '.join(ends)}): {share:.2%} of the parameters train"
+        return f"{kind} of rank {self.setting.rank} beside {len(self._layers)} linear layer{'s' * (len(self._layers) != 1)} ({', '.join(ends)}): {share:.2%} of the parameters train"
 
     # -- in and out ----------------------------------------------------------------------------
 
