@@ -105,10 +105,14 @@ def test_a_flag_trains_adapters_in_a_loop_that_makes_its_optimizer_later(
     assert sum(len(group["params"]) for group in optimizer.param_groups) == own
 
 
-@pytest.mark.parametrize("loop", [_TRAINER, _ACCELERATE], ids=["Trainer", "Accelerate"])
-def test_a_click_brings_them_and_another_one_takes_them_off(shell: Any, ready: Cell, tmp_path: Path, loop: str) -> None:
+@pytest.mark.parametrize(
+    ("loop", "off"), [(_TRAINER, "off"), (_ACCELERATE, "off:merge")], ids=["Trainer", "Accelerate"]
+)
+def test_a_click_brings_them_and_another_one_takes_them_off(
+    shell: Any, ready: Cell, tmp_path: Path, loop: str, off: str
+) -> None:
     counts: list[int] = []
-    clicks = Clicks(shell, {2: "r=4", 4: "off"})
+    clicks = Clicks(shell, {2: "r=4", 4: off})
 
     def click(step: int) -> None:
         counts.append(sum(p.requires_grad for p in shell.user_ns["model"].parameters()))
@@ -119,6 +123,8 @@ def test_a_click_brings_them_and_another_one_takes_them_off(shell: Any, ready: C
     ran = ready(f"%%memfit\n{loop.format(folder=str(tmp_path)) if loop is _TRAINER else loop}")
     assert ran.error is None
     assert counts == [own, own, 16, 16, own, own]
+    moment = control_of(shell.user_ns["model"]).moment()
+    assert (moment.plan.label, moment.pending) == ("as written", None)
     assert shell.user_ns["held"] == own
 
 
