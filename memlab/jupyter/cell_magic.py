@@ -249,7 +249,7 @@ class CellMagic:
         is_early = any(BY_NAME[name].needs_optimizer for name in fields) and not all(
             each.optimizers for each in workloads
         )
-        return workloads if is_sure and not is_early else []
+        return workloads if is_sure and (options.models or not is_early) else []
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
         if watch.models.session is None:

@@ -465,6 +465,24 @@ class TestTheLoop:
             _step(model, optimizer, batch)
         assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
 
+    def test_each_of_several_optimizers_goes_on_with_the_adapters_of_its_weights(self) -> None:
+        model, batch = _made()
+        parts = [[p for name, p in model.named_parameters() if ("attn" in name) is first] for first in (True, False)]
+        optimizers = [torch.optim.AdamW(parts[0], lr=1e-2), torch.optim.SGD(parts[1], lr=1e-2, momentum=0.9)]
+        values = [_values(model, each) for each in optimizers]
+        with fit(Workload(model, optimizers), "--lora r=2") as session:
+            assert [len(each.param_groups[0]["params"]) for each in optimizers] == [8, 8]
+            for _ in range(2):
+                model(**batch).loss.backward()
+                for each in optimizers:
+                    each.step()
+                    each.zero_grad()
+        assert "learnt in 2 steps" in session.log[-2].text
+        assert [_differ(_values(model, each), before) for each, before in zip(optimizers, values, strict=True)] == [
+            [],
+            [],
+        ]
+
     def test_an_optimizer_that_is_found_at_its_first_step_joins(self) -> None:
         model, batch = _made()
         optimizer = _adamw(model)

@@ -226,7 +226,11 @@ class LowRankAdapters(Technique):
             )
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        if self._adapters is not None and not skipped:
+        if self._adapters is None or skipped:
+            return
+        own = {id(p) for p in self._adapters.parameters()}
+        # several optimizers may have some, and make one step together
+        if next((each for each in self._groups if not own.isdisjoint(stepped_by(each))), optimizer) is optimizer:
             self._adapters.stepped()
 
     @property
