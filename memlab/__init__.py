@@ -28,6 +28,7 @@ from memlab.records.measurement import Shown
 from memlab.runtime.workload import Workload
 from memlab.search import ablation, find_plan
 from memlab.session import fit
+from memlab.techniques.adapters.injected import save_adapters
 from memlab.techniques.scale import LiveEngine, Scaling
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ __all__ = [
     "predict",
     "predict_all",
     "predict_ranks",
+    "save_adapters",
 ]
 
 

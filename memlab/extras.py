@@ -26,6 +26,7 @@ _EXTRAS = {
     "IPython": ("the magics", "lab"),
     "cloudpickle": ("training in many processes", "lab"),
     "deepspeed": ("ZeRO", "deepspeed"),
+    "peft": ("--lora", "adapters"),
 }
 
 

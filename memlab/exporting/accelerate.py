@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memlab.exporting.parts import (
+    adapters_config,
     has_switch_for_checkpointing,
     header,
     indent,
@@ -98,6 +99,7 @@ def _script_notes(plan: Plan, kind: str) -> list[str]:
         ("activations on disk: Accelerate has nothing for files, the line above keeps them in host memory",
          activations is Tier.DISK),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+        (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
         ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
         ("gradient release: Accelerate has nothing for it; update_in_backward in memlab.export(plan, to='torch')",
          plan.gradients is Gradients.RELEASE),

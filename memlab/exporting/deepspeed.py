@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting.parts import one_line_optimizer, stage_of, torchrun, wanted
+from memlab.exporting.parts import adapters_config, one_line_optimizer, stage_of, torchrun, wanted
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
@@ -100,6 +100,7 @@ def _notes(plan: Plan) -> list[str]:
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
+        (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
         ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
         ("gradient release: DeepSpeed updates after the backward pass and keeps gradients until then",
          plan.gradients is Gradients.RELEASE),

@@ -73,6 +73,20 @@ def one_line_optimizer(plan: Plan) -> str:
     return f"{call}  ({package})" if package else call
 
 
+def adapters_config(plan: Plan) -> str:
+    """Return peft's configuration of the plan's adapters."""
+    adapters = plan.adapters
+    settings = [f"r={adapters.rank}", f"lora_alpha={adapters.alpha:g}"]
+    settings += [f"lora_dropout={adapters.dropout:g}"] if adapters.dropout else []
+    settings += ["use_dora=True"] if adapters.is_dora else []
+    settings.append(
+        f"target_modules={[*adapters.targets]!r}".replace("'", '"')
+        if adapters.targets
+        else 'target_modules="all-linear"'
+    )
+    return f"LoraConfig({', '.join(settings)})"
+
+
 _KEPT = "".join(f"        aten.{name}.default,\n" for name in KEPT)
 SELECTIVE_CONTEXT = f"""
     aten = torch.ops.aten

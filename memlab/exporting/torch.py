@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memlab.exporting.parts import SELECTIVE_CONTEXT, block, header, indent, optimizer_helper, wanted
+from memlab.exporting.parts import SELECTIVE_CONTEXT, adapters_config, block, header, indent, optimizer_helper, wanted
 from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 
@@ -21,6 +21,7 @@ def _imports(plan: Plan) -> str:
         ("import tempfile", on_disk),
         ("", _recomputes(plan) or on_disk),
         ("import torch", True),
+        ("from peft import LoraConfig, inject_adapter_in_model", plan.adapters.is_on),
     ))  # fmt: skip
     return "\n".join([header(plan), *needed, *checkpoint_imports(plan)])
 
@@ -47,6 +48,7 @@ def _helpers(plan: Plan) -> list[str]:
         (SPLIT, plan.accumulation > 1),
         (_LOSS_CHUNKED, plan.loss is Loss.CHUNKED),
         (_TILES, plan.tiling > 1),
+        (_ADAPTERS.format(config=adapters_config(plan)), plan.adapters.is_on),
         (checkpoint_helper(plan), plan.checkpointing != "off"),
         (_ACTIVATIONS_ON_DISK, activations_tier is Tier.DISK),
         (_STATE_ON_HOST, optimizer_tier in (Tier.HOST, Tier.AUTO)),
@@ -97,6 +99,12 @@ def chunked_loss(model, batch):
         linear_bias=head.bias,
         options=torch.nn.LinearCrossEntropyOptions(),
     )
+'''
+
+_ADAPTERS = '''
+def add_adapters(model):
+    """Freeze the weights, and put adapters beside linear layers; save them by peft.get_peft_model_state_dict(model)."""
+    inject_adapter_in_model({config}, model)
 '''
 
 _TILES = '''
@@ -306,6 +314,8 @@ def _setup(plan: Plan) -> list[str]:
     offloads = plan.tier_of(Offloaded.PARAMS) is not None
     lines = [*(_PARAMS_STAY if offloads else []), "device = next(model.parameters()).device"]
     lines += _PRECISION_SETUP.get(plan.precision, [])
+    if plan.adapters.is_on:
+        lines.append("add_adapters(model)")
     if plan.tiling > 1:
         lines.append(f"tile_feed_forwards(model, {plan.tiling})")
     if plan.checkpointing != "off" and plan.checkpointing.budget_bytes is None:

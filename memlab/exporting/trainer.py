@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memlab.exporting.parts import (
     SELECTIVE_CONTEXT,
+    adapters_config,
     has_switch_for_checkpointing,
     header,
     indent,
@@ -43,6 +44,7 @@ def _imports(plan: Plan) -> list[str]:
         ("import functools\n", is_selective),
         ("import torch", needs_torch),
         ("from torch.utils.checkpoint import create_selective_checkpoint_contexts", is_selective),
+        ("from peft import LoraConfig, get_peft_model", plan.adapters.is_on),
     ])  # fmt: skip
 
 
@@ -93,6 +95,7 @@ def _notes(plan: Plan, scale: Scale | None) -> list[str]:
         (_PARAMS, scale is None and plan.tier_of(Offloaded.PARAMS) is not None),
         (_LOSS, plan.loss is Loss.CHUNKED),
         (_TILES, plan.tiling > 1),
+        (_ADAPTERS.format(config=adapters_config(plan)), plan.adapters.is_on),
         (_GRADIENTS, plan.gradients is Gradients.RELEASE),
     )
     return [text.strip("\n") for text in wanted(notes)]
@@ -146,6 +149,17 @@ _LOSS = """
 _TILES = """
 # TrainingArguments cannot tile feed-forward parts: call tile_feed_forwards of memlab.export(plan, to="torch")
 # before Trainer(model=model, args=args)"""
+
+_ADAPTERS = '''
+
+# trl's trainers take it as it is: SFTTrainer(model=model, args=args, peft_config=adapters)
+adapters = {config}
+
+
+def with_adapters(model):
+    """TrainingArguments has no adapters: Trainer(model=with_adapters(model), args=args)."""
+    return get_peft_model(model, adapters)
+'''
 
 _GRADIENTS = """
 # TrainingArguments cannot free gradients in the backward pass: see update_in_backward in

@@ -26,6 +26,7 @@ from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
 from memlab.live.stage import Cancelled
 from memlab.plan import Plan
+from memlab.plan.fields import BY_NAME
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.recovery import NothingFitsError
 from memlab.rescue.rescuer import Rescuer
@@ -243,7 +244,12 @@ class CellMagic:
             is_sure = options.models or all(is_trained_by(each, variables, source.python) for each in workloads)
         except SeveralModelsError:
             return []
-        return workloads if is_sure else []
+        # what goes by the optimizer comes with the first call that trains, when the cell has made it
+        fields = () if options.plan is None else options.plan.changes()
+        is_early = any(BY_NAME[name].needs_optimizer for name in fields) and not all(
+            each.optimizers for each in workloads
+        )
+        return workloads if is_sure and (options.models or not is_early) else []
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:
         if watch.models.session is None:

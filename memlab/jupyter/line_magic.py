@@ -30,7 +30,6 @@ from memlab.records.ranks import PredictedRanks
 from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Workload
 from memlab.session import session_of, sessions, switch_together
-from memlab.techniques.gradient_release.leftover import NOT_DROPPED
 from memlab.units import parse_bytes
 
 Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ablation
@@ -215,11 +214,14 @@ class LineMagic:
             raise unknown_of_line(rest[0])
         together = self._notebook.together()
         before, now = together[0].plan, not any(self._notebook.background.trains(s.workload.model) for s in together)
+        known = [len(each.log) for each in together]
         switch_together(together, plan, now=now)
         where = f" on {' and '.join(each.workload.name for each in together)}"
         when = "" if now else " at the next step"
         said = f"{before.label} → {plan.label}{where}{when}" if before != plan else f"{plan.label} is in force{where}"
         tell(said)
+        for answer in (text for each, count in zip(together, known, strict=True) for text in each.log.answers(count)):
+            tell(answer)
         if self._notebook.has_left(together):
             tell(IN_NO_VARIABLE.format(together[0].workload.name))
 
@@ -244,14 +246,15 @@ class LineMagic:
                 session.switch(Plan(), now=is_here)
                 tell(f"{session.workload.name} is as written from {'here' if is_here else 'the next step'} on")
                 continue
+            known = len(session.log)
             session.undo()
             self._notebook.control_of(model).steering.undone()
             history = self._notebook.histories.get(model)
             if history is not None:
                 history.batch = history.tape = None
             tell(f"{session.workload.name} is as it was")
-            if any(entry.text == NOT_DROPPED for entry in session.log[-1:]):
-                tell(NOT_DROPPED)
+            for answer in session.log.answers(known):
+                tell(answer)
         left = [f"{session.plan.label} on {session.workload.name}" for session in sessions() if session.plan != Plan()]
         if left:
             tell(f"still in force: {', '.join(left)}; %memfit undo all removes it")

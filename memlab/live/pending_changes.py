@@ -58,13 +58,15 @@ class PendingChanges:
     def note_applied(self, plan: Plan, step: int) -> None:
         """A plan has come into force, asked for or not."""
         before, self.plan = self.plan, plan
+        is_target = self.target is not None and self.target.lasting == plan
         for spec in FIELDS:
             value = _value(plan, spec)
             known = self._toggles.get(spec.name)
-            was_asked = known is not None and known.asked is Asked.PENDING and known.wanted == value
+            is_pending = known is not None and known.asked is Asked.PENDING
+            was_asked = is_pending and known is not None and (is_target or known.wanted == value)
             if was_asked or value != _value(before, spec):
                 self._toggles[spec.name] = Toggle(spec.name, value, value, Asked.APPLIED, step)
-        if self.target == plan:
+        if is_target:
             self.target = None
 
     def note_refused(self, plan: Plan, reason: str) -> Plan | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from memlab.plan.fields import (
     FIELDS,
+    Adapters,
     BatchNorm,
     Checkpointing,
     Gradients,
@@ -25,6 +26,7 @@ from memlab.plan.plan import Plan
 
 __all__ = [
     "FIELDS",
+    "Adapters",
     "BatchNorm",
     "Checkpointing",
     "Gradients",

@@ -17,6 +17,7 @@ from memlab.plan.fields import (
     EIGHT_BIT,
     ENGINES,
     FIELDS,
+    Adapters,
     BatchNorm,
     Checkpointing,
     Gradients,
@@ -46,6 +47,7 @@ class Plan:
         loss: a `Loss`, or its text.
         gradients: a `Gradients`, or its text.
         tiling: tiles in which large linear layers are computed, 1 or more.
+        adapters: an `Adapters`, or its text: "off", "off:merge", "off:drop", or what there is to be ("r=16,alpha=32").
         scale: a `ScaleOut`, or its text.
 
     Raises:
@@ -68,6 +70,7 @@ class Plan:
     loss: Loss = Loss.KEEP
     gradients: Gradients = Gradients.KEEP
     tiling: int = 1
+    adapters: Adapters = Adapters("off")  # noqa: RUF009 - frozen
     scale: ScaleOut = ScaleOut.NONE
 
     def __post_init__(self) -> None:
@@ -90,6 +93,16 @@ class Plan:
     def label(self) -> str:
         """The flags, or "as written" when the plan changes nothing."""
         return str(self) or "as written"
+
+    @property
+    def lasting(self) -> Plan:
+        """The plan that is in force once it has been applied: what is done once is done.
+
+        Example:
+            >>> Plan.parse("--lora off:merge --bf16").lasting.label
+            '--bf16'
+        """
+        return self if self.adapters.is_on else replace(self, adapters=Adapters("off"))
 
     def tier_of(self, what: Offloaded) -> Tier | None:
         """Return where something is offloaded to, or None when it stays."""

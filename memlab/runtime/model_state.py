@@ -9,7 +9,7 @@ Rules:
    there meanwhile. So counters count once, a cache is filled once, and an attribute keeps the tensor it got in the first run.
 3. Tensors that a run writes to are copied beforehand: small ones always, since some operators write to running statistics
    without a trace, and those that the part has been seen to write to. Any others are watched. Running again writes to a copy.
-   So are small parameters without gradients of the user's own modules: some keep running statistics there. Others are watched
+   So are small parameters without gradients of the user's own modules, but for those a plan has frozen: some keep running statistics there. Others are watched
    where that is asked for, in the first run of a part.
 4. A tensor with a graph is remembered without it; else steps would hold each other's graphs.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.runtime.aliases import Storage, put_back, stand_in_for
 from memlab.runtime.containers import ABSENT, Items, Mapping
@@ -46,6 +47,10 @@ _NO_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
 }
 _COPIED = (torch.Tensor, FakeTensor)
 _FROZEN = (nn.Parameter, FakeTensor)
+
+
+# parameters that a plan has frozen: they are weights, which no forward pass keeps statistics in
+weights_that_wait: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()
 
 
 class Written:
@@ -320,7 +325,7 @@ class State(Walk):
             ):
                 continue
             size_bytes = parameter.untyped_storage().nbytes()
-            is_small = keeps_statistics and size_bytes <= SMALL_BYTES
+            is_small = keeps_statistics and size_bytes <= SMALL_BYTES and parameter not in weights_that_wait
             copied = is_small or parameter in self._written
             if size_bytes and (copied or self._watches_frozen) and not parameter.is_inference():
                 self._tensors.setdefault(id(parameter), KeptTensor(parameter, copied=copied))

@@ -13,7 +13,9 @@ Rules of a change:
    failed; functions of torch's that a technique listens to, where it does not come in after all.
 5. What was replaced leaves holes in the segments of a GPU's allocator, and segments that fit nothing else. Those that are
    empty go back to the driver, so that memory reserved is what the new plan needs.
-6. Ctrl-C is held back (`memlab.runtime.interrupts`). It takes back a change it comes into the middle of, but never
+6. A technique because of which there are other modules and parameters (`Technique.comes_first`) is put in before all others. These
+   look at modules and parameters when they come, so they are put in anew when it comes or goes.
+7. Ctrl-C is held back (`memlab.runtime.interrupts`). It takes back a change it comes into the middle of, but never
    one that gives the workload back; that one is completed first.
 """
 
@@ -40,7 +42,7 @@ from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
-from memlab.techniques.base import Host
+from memlab.techniques.base import AsWritten, Host
 
 Optimizer = torch.optim.Optimizer
 _P = ParamSpec("_P")
@@ -95,6 +97,8 @@ class InForce:
         self._host = host or Host()
         self._host.techniques = lambda: self.techniques
         self._host.aliases = lambda: self._aliases
+        self._host.coming = lambda: self._next
+        self._next = Plan()  # the plan that a change is about to bring
         self._aliases = 0  # of each weight: what a change that fails goes back to
         self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
         self.is_engine = False  # whether one of them is an engine
@@ -120,7 +124,9 @@ class InForce:
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with deferred_interrupts() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
-            self._follow(plan)
+            self._entries = {kind: entry for kind, entry in self._entries.items() if not entry.technique.is_over}
+            self._refresh()
+            self._follow(plan.lasting)
             if is_on_gpu and self.techniques != before:
                 torch.cuda.empty_cache()
                 torch._C._host_emptyCache()  # pinned memory, which nobody else on the machine can have meanwhile
@@ -142,6 +148,10 @@ class InForce:
         """Return the dtype a parameter or buffer of the model has without any plan."""
         changed = (t.canonical_dtype(tensor) for t in self.techniques)
         return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
+
+    def as_written(self) -> AsWritten | None:
+        """Return what model and optimizers have without the plan, where other modules and parameters are in its place."""
+        return next((found for technique in self.techniques if (found := technique.as_written()) is not None), None)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         for technique in self.techniques:
@@ -258,7 +268,7 @@ class InForce:
     # -- in and out ----------------------------------------------------------------------------
 
     def _exchange(self, plan: Plan) -> None:
-        coming = self._coming(plan)
+        self._next, coming = plan, self._coming(plan)
         for kind in reversed(TECHNIQUES):
             if self._leaves(kind, plan):
                 self._take_out(kind)
@@ -277,10 +287,17 @@ class InForce:
         return is_wanted(kind, plan) and not (kind.is_of_optimizer and self._host.is_led())
 
     def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
-        entry = self._entries.get(kind)
-        return entry is not None and (
-            not self._wants(kind, plan) or kind.setting(plan) != kind.setting(entry.technique.plan)
+        return kind in self._entries and (self._is_replaced(kind, plan) or self._parameters_change(plan))
+
+    def _parameters_change(self, plan: Plan) -> bool:
+        """Return whether the other techniques have to look anew at what there is."""
+        first = (kind for kind in TECHNIQUES if kind.comes_first)
+        return any(
+            self._is_replaced(kind, plan) if kind in self._entries else self._wants(kind, plan) for kind in first
         )
+
+    def _is_replaced(self, kind: type[Technique], plan: Plan) -> bool:
+        return not self._wants(kind, plan) or kind.setting(plan) != kind.setting(self._entries[kind].technique.plan)
 
     def _put_in(self, technique: Technique) -> None:
         entry = self._entries[type(technique)] = _Entry(technique)

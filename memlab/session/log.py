@@ -11,6 +11,7 @@ class LogEntry:
 
     step: int  # the step that was under way, or that came next, counted from 1
     text: str  # what was done, in words
+    is_answer: bool = False  # whether who asked for a change is to read it
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.text}"
@@ -25,6 +26,14 @@ class Log(list[LogEntry]):
     def note(self, text: str, step: int | None = None) -> None:
         """Add an entry, for a step or for now."""
         self.append(LogEntry(self.steps + 1 if step is None else step, text))
+
+    def answer(self, text: str) -> None:
+        """Add an entry that whoever asks for a change is to read."""
+        self.append(LogEntry(self.steps + 1, text, is_answer=True))
+
+    def answers(self, known: int) -> list[str]:
+        """Return the answers after the first `known` entries."""
+        return [entry.text for entry in self[known:] if entry.is_answer]
 
     def note_once(self, text: str) -> None:
         """Add an entry, unless it is there already."""

@@ -4,7 +4,7 @@ Rules:
 
 1. A change makes new tensors and leaves the old ones unwritten (rule 4 of `memlab.techniques.base`), so a
    reference to an old tensor is a copy of it, and going back is bit for bit.
-2. Remembered are: attributes and hooks of modules; data, gradient, attributes and hooks of parameters and buffers;
+2. Remembered are: attributes, parts and hooks of modules; data, gradient, attributes and hooks of parameters and buffers;
    state, groups and hooks of optimizers; the fields of techniques and of memlab's own objects within them,
    with the state of their random generators; torch's precision of matrix products, and what runs around backward passes.
 3. References keep old tensors alive beside the new ones. Where there is no room for both, `spare` moves
@@ -202,15 +202,18 @@ class _State(_Part):
 
 
 class _Data(_Part):
-    """Values, gradient and class of a parameter or buffer."""
+    """Values, gradient and class of a parameter or buffer, and whether it trains."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._class = tensor, type(tensor)
         self._data: Any = tensor.data
         self._gradient: Any = tensor.grad if tensor.is_leaf else None
+        self._trains = tensor.requires_grad
 
     def restore(self) -> None:
         tensor = self._tensor
+        if tensor.is_leaf and tensor.requires_grad is not self._trains:
+            tensor.requires_grad_(self._trains)
         if type(tensor) is not self._class:  # the one under which weights are watched
             tensor.__class__ = self._class
         if self._is_replaced():
@@ -257,7 +260,9 @@ def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
         yield _Table(vars(module))
         for key, value in vars(module).items():
             # beside the hooks themselves there are tables of which are called when
-            if isinstance(value, MutableMapping) and ("_hooks" in key or key in ("_parameters", "_buffers")):
+            if isinstance(value, MutableMapping) and (
+                "_hooks" in key or key in ("_parameters", "_buffers", "_modules")
+            ):
                 yield _Table(value)
 
 

@@ -162,7 +162,7 @@ class Session:
             self._hooks.close()
             trained = (p for optimizer in self.workload.optimizers for p in parameters_in(optimizer))
             if leftover.forget([*self.workload.model.parameters(), *trained]):
-                self.log.note(NOT_DROPPED)
+                self.log.answer(NOT_DROPPED)
             self.workload.drop_optimizers()
 
     def __enter__(self) -> Self:

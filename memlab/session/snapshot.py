@@ -19,6 +19,7 @@ from memlab.runtime.model_state import State
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.workload import Workload
+from memlab.techniques.adapters.injected import adapters_of, note_adapters
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.masters import masters_of
 
@@ -64,10 +65,15 @@ class Snapshot:
         ]
         self.scheduler = copy.deepcopy(workload.scheduler.state_dict()) if workload.scheduler is not None else None
         self.training = {name: module.training for name, module in workload.model.named_modules()}
+        self._adapters = adapters_of(workload.model)
+        self._give_learnt_back = None if self._adapters is None else self._adapters.copied()
 
     def restore(self) -> None:
         """Put everything back into the live objects, keeping their tensors where they fit."""
         workload = self._workload
+        note_adapters(workload.model, self._adapters)
+        if self._give_learnt_back is not None:
+            self._give_learnt_back()
         self.reached.restore()
         with torch.no_grad():
             for name, tensor in self._named_tensors():

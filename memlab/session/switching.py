@@ -78,6 +78,7 @@ class Switching:
             refused=lambda refusal: observers.tell("refused", refusal),
             is_led=is_led,
             accumulates=accumulates,
+            say=log.answer,
         )
         self.in_force = InForce(workload, host)  # the plan in force, and its techniques
 
@@ -145,7 +146,7 @@ class Switching:
                 self._remember(before, self.is_on_trial, chained=on_trial)
                 self.is_on_trial = on_trial and bool(self.in_force.techniques)
                 self._log.note(f"{before.label} → {plan.label}")
-            self._observers.tell("plan_changed", plan)
+            self._observers.tell("plan_changed", self.in_force.plan)
 
     def rescued(self, before: Plan) -> None:
         """A rescue has come to the plan in force: it is on trial, as the next call may refuse it."""

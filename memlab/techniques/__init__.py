@@ -3,7 +3,7 @@
 Order matters twice: a forward runs through the list from the last to the first (accumulation splits
 the batch before precision and the rest see it), and optimizer state is packed from the first to
 the last (converted to 8 bit, then moved off the device).
-An engine stands alone.
+What changes which parameters there are comes first. An engine stands alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from memlab.plan import Plan
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.batchnorm import MicroStatistics
+from memlab.techniques.adapters.adapters import LowRankAdapters
 from memlab.techniques.base import Technique
 from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
@@ -24,6 +25,7 @@ from memlab.techniques.scale import Scaling
 from memlab.techniques.tiling.tiling import Tiling
 
 TECHNIQUES: tuple[type[Technique], ...] = (
+    LowRankAdapters,
     Tiling,
     ActivationCheckpointing,
     ChunkedLoss,

@@ -53,6 +53,16 @@ class Description:
     gives_nothing: str  # where it does not lower the peak, or is refused
 
 
+@dataclass(frozen=True)
+class AsWritten:
+    """What a model and its optimizers have without a technique that has other modules and parameters in their places."""
+
+    modules: Mapping[int, torch.nn.Module]  # the user's, by id of what is in its place
+    trained: frozenset[int]  # ids of the parameters that require gradients without it
+    groups: Mapping[int, Sequence[torch.nn.Parameter]]  # the parameters of each group of an optimizer, by its id
+    attributes: frozenset[str]  # of the model that it has not
+
+
 HOLDS_GRADIENTS = "the loop holds gradients beside its weights (in a list, or as views)"
 
 ModelCall = Callable[..., Any]
@@ -88,6 +98,8 @@ class Host:
     refused: Callable[[MemlabError], None] = lambda _refusal: None
     # whether another session sees to the optimizers, and so to the techniques that work on them alone
     is_led: Callable[[], bool] = bool
+    say: Callable[[str], None] = lambda _text: None  # for the log, by a technique that leaves
+    coming: Callable[[], Plan] = Plan  # the plan that a change is about to bring
 
 
 class Technique:
@@ -111,6 +123,9 @@ class Technique:
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
         was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
+        comes_first: whether modules and parameters are others because of it. It is put in before the others, and these are put in
+            anew when it comes or goes.
+        is_over: whether it was to do something once, and has done it: it is then in force no longer.
         is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
         is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
         only_watches: whether it has only watched the loop so far, whose memory is as without it.
@@ -131,6 +146,8 @@ class Technique:
     updates_in_backward: bool = False
     changes_modules: bool = False
     was_reached: bool = False
+    comes_first: bool = False
+    is_over: bool = False
     is_engine: bool = False
     is_of_optimizer: bool = False
     only_watches: bool = False
@@ -246,6 +263,10 @@ class Technique:
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""
         return tensor.dtype
+
+    def as_written(self) -> AsWritten | None:
+        """What the model and its optimizers have without it; None where it has put nothing in the places of theirs."""
+        return None
 
     @property
     def held_tensors(self) -> Sequence[torch.Tensor]:

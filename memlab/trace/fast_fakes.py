@@ -252,7 +252,8 @@ def _is_plain(fake: FakeTensor) -> bool:
 
 def _is_wholly_meta(func: Any) -> bool:
     """Return whether a view needs nothing of the fake mode: torch's own, with a meta kernel or made of ones that have."""
-    return bool(func.namespace == "aten") and func.name() not in ("aten::lift_fresh", "aten::_to_copy")
+    name = func.name().partition(".")[0]
+    return bool(func.namespace == "aten") and name not in ("aten::lift_fresh", "aten::_to_copy", "aten::to")
 
 
 def _is_own_storage(result: Any) -> bool:

@@ -281,7 +281,7 @@ class Tracer:
     def _pass_of_cut(self, plan: Plan, rows: int | None, *, use_cache: bool) -> Trace | None:
         """Trace a pass of the model cut to a few blocks, as one of the whole; None where it does not follow."""
         cut, checkpointing = self._cut, plan.checkpointing
-        if checkpointing.every > 1 or checkpointing.budget_bytes is not None:
+        if checkpointing.every > 1 or checkpointing.budget_bytes is not None or plan.adapters.is_on:
             return None  # what these do to a block depends on the others
         if cut is None or not self._follows.get(plan, True):
             return None
@@ -329,11 +329,18 @@ class Tracer:
         with marking(workload.model, self.marked or (), seen.recorder, marks), watched:
             loss = self._backward(workload, seen)
         seen.recorder.know(gradients_of(workload.model))
-        trained = frozenset(self._parameters[id(p)] for p in workload.model.parameters() if p.grad is not None)
+        numbers = self._numbers(session.plan)
+        trained = frozenset(numbers[id(p)] for p in workload.model.parameters() if p.grad is not None)
         found = seen.finish(session, trained=trained)
         trace = replace(found, marks=tuple(marks), is_decided=_learn_from_calls(session))
         del loss
         return trace
+
+    def _numbers(self, plan: Plan) -> Mapping[int, int]:
+        """Return the number of each parameter, by its id; where adapters are in the model, theirs among them."""
+        if not plan.adapters.is_on:
+            return self._parameters
+        return {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
     def _let_learn(self, session: Session, workload: Workload, seen: _StepObserver) -> None:
         """Run a forward beforehand where the first one decides how those after it are run."""

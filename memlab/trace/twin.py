@@ -6,7 +6,8 @@ Rules of the twin:
    tensors stay real, as copies, so that decisions a model takes from masks, labels and positions are the real
    ones.
 2. The twin is what the user wrote: forwards that memlab patched are those of the class again, parameters have
-   the dtype they had before a plan changed it, and the optimizer has the settings, but no state.
+   the dtype they had before a plan changed it, layers that adapters are in the places of are there again, and the optimizer has
+   the settings, but no state.
 3. Hooks on modules are left behind unless they are a library's (weight norm, pruning, hidden states as outputs), which keeps
    what it sees in the module or in its call: a user's hook may keep it elsewhere, and would then keep fakes.
 4. Nothing of the live objects is written to. What cannot be copied is shared.
@@ -73,6 +74,8 @@ class Twin:
         )
         self.notes: list[str] = []  # what was left behind, in words
         self._live = workload
+        session = session_of(workload.model)
+        self._as_written = None if session is None else session.in_force.as_written()
         self._memo: dict[int, Any] = {} if beside is None else beside._memo
         model = self._copied_model(workload.model)
         self._leave_hooks_behind(model)
@@ -132,11 +135,17 @@ class Twin:
             if own_class(tensor) in (torch.Tensor, nn.Parameter):
                 dtype = tensor.dtype if session is None else session.in_force.canonical_dtype(tensor)
                 self._memo[id(tensor)] = self._counterpart(tensor, dtype)
+                if self._as_written is not None and id(tensor) in self._as_written.trained:
+                    self._memo[id(tensor)].requires_grad_(True)
+        for put_in, module in () if self._as_written is None else self._as_written.modules.items():
+            self._memo[put_in] = self._copied(module, "model")
         for module in model.modules():
             for name in _FOREIGN_ATTRIBUTES:
                 if (foreign := module.__dict__.get(name)) is not None:
                     self._memo[id(foreign)] = foreign
         copied: nn.Module = self._copied(model, "model")
+        for name in () if self._as_written is None else self._as_written.attributes:
+            vars(copied).pop(name, None)
         return copied
 
     def _copied(self, value: Any, what: str) -> Any:
@@ -196,7 +205,8 @@ class Twin:
         return twin
 
     def _copied_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        known = [self._memo[id(p)] for p in group["params"] if id(p) in self._memo]
+        groups = {} if self._as_written is None else self._as_written.groups
+        known = [self._memo[id(p)] for p in groups.get(id(group), group["params"]) if id(p) in self._memo]
         # parameters of other models: they have no part in this one's step
         settings = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
         return {**settings, "params": known}

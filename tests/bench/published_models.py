@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
 from torch.optim import Optimizer
-from transformers import AttentionInterface, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from memlab import Workload
 
@@ -75,6 +83,14 @@ def llama_3b(*, attention: str = "sdpa") -> Workload:
     ids = torch.randint(0, config.vocab_size, (2, 4096))  # [b, s]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return Workload(model, optimizer, batch={"input_ids": ids, "labels": ids.clone()}, name="Llama 3.2 3B")
+
+
+def mistral_7b() -> Workload:
+    """Mistral 7B in fp16 on 4 × 4096 tokens, as transformers' Trainer has it."""
+    model = _empty(lambda: MistralForCausalLM(MistralConfig(use_cache=False)), torch.float16)
+    ids = torch.randint(0, 32000, (4, 4096))  # [b, s]
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Workload(model, optimizer, batch={"input_ids": ids, "labels": ids.clone()}, name="Mistral 7B")
 
 
 def gpt_from_scratch(*, dtype: torch.dtype = torch.float32, is_fused: bool = True, **kinds: bool) -> Workload:

@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab import Workload, fit
 from memlab.errors import PlanError
 from memlab.exporting import export
 from memlab.plan import Plan
@@ -56,7 +57,7 @@ CLOSE = [
     "--accumulate 2 --checkpoint every:2 --bf16 --adam8bit --offload optimizer:disk",
     "--accumulate 2 --fp16 --offload optimizer:disk,activations:disk",
 ]
-RUNS = ["--precision pure-bf16", "--precision pure-bf16 --adam8bit --accumulate 2", "--optim adafactor", "--optim sgd",
+RUNS = ["--lora r=2", "--lora dora,r=2,targets=c_attn --bf16 --accumulate 2 --checkpoint", "--precision pure-bf16", "--precision pure-bf16 --adam8bit --accumulate 2", "--optim adafactor", "--optim sgd",
         "--optim paged-adam8bit", "--precision pure-bf16 --optim adafactor --chunk-loss"]  # fmt: skip
 EVERY_PLAN = [*EXACT, *CLOSE, *RUNS]
 
@@ -149,6 +150,30 @@ def test_torch_code_of_other_optimizers_runs_and_updates(flags: str) -> None:
     losses, _ = train(flags)
     assert len(losses) == 3
     assert all(3 < loss < 5 for loss in losses)
+
+
+def test_torch_code_of_adapters_trains_as_the_live_plan() -> None:
+    losses, _ = train("--lora r=2,alpha=6")
+    torch.manual_seed(0)
+    model = tiny_gpt2().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    with fit(Workload(model, optimizer), "--lora r=2,alpha=6"):
+        for batch in ragged_batches():
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found == losses
+
+
+def test_trainer_code_of_adapters_wraps_a_model() -> None:
+    namespace = namespace_of(export("--lora r=2,dropout=0.1,targets=c_attn", "trainer"))
+    wrapped = namespace["with_adapters"](tiny_gpt2())
+    assert {name.split(".")[-3] for name, p in wrapped.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    assert "peft.get_peft_model(model, LoraConfig(r=2, lora_alpha=4, " in export("--lora r=2", "accelerate")
+    assert "adapters: peft.get_peft_model" in export("--lora r=2", "deepspeed")
 
 
 def test_torch_accumulation_gives_the_gradient_of_the_unsplit_batch() -> None:

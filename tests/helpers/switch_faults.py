@@ -49,6 +49,11 @@ PLAN_PAIRS = (
     ),
     ("--checkpoint --offload optimizer", "--checkpoint --offload optimizer,params"),
     ("--accumulate 2 --offload params", "--precision pure-bf16 --offload params"),
+    ("", "--lora r=2"),
+    ("--lora r=2", ""),
+    ("--lora r=2", "--lora off:merge"),
+    ("--adam8bit --checkpoint", "--lora dora,r=2,targets=head --adam8bit --offload optimizer"),
+    ("--lora r=2 --precision pure-bf16", "--lora off:drop --offload params"),
 )
 
 

@@ -117,7 +117,13 @@ class Clicks:
     def are_lossless(self) -> bool:
         """Whether no plan that was in force may change losses by more than rounding."""
         return all(
-            Plan(precision=plan.precision, optimizer=plan.optimizer, batchnorm=plan.batchnorm) == Plan()
+            Plan(
+                precision=plan.precision,
+                optimizer=plan.optimizer,
+                batchnorm=plan.batchnorm,
+                adapters=plan.adapters,
+            )
+            == Plan()
             for plan in self.plans
         )
 

@@ -24,7 +24,7 @@ def test_whatever_happens_the_state_is_one_of_four_and_true(happenings: list[obj
         elif pending_changes.target is not None:
             step += 1
             if happening == "boundary":
-                pending_changes.note_applied(pending_changes.target, step)
+                pending_changes.note_applied(pending_changes.target.lasting, step)
             else:
                 pending_changes.note_refused(pending_changes.target, "it cannot be")
         wanted = pending_changes.target or pending_changes.plan
@@ -44,6 +44,18 @@ def test_a_plan_that_comes_unasked_is_told_as_well() -> None:
     pending_changes = PendingChanges()
     pending_changes.note_applied(Plan.parse("--accumulate 2"), 7)
     assert pending_changes.toggle("accumulation").text == "applied at step 7"
+
+
+def test_what_is_done_once_waits_no_longer_when_it_is_done() -> None:
+    changes = PendingChanges()
+    for before in ("", "--lora"):
+        changes.note_applied(Plan.parse(before), step=1)
+        assert changes.ask("adapters", "off:merge") == changes.target == Plan.parse("--lora off:merge")
+        changes.note_applied(Plan(), step=2)
+        assert changes.target is None
+        assert changes.toggle("adapters").text == "off since step 2"
+        assert changes.ask("checkpointing", "full") == Plan.parse("--checkpoint")
+        changes.ask("checkpointing", "off")
 
 
 def test_what_was_asked_for_meanwhile_still_waits() -> None:

@@ -14,7 +14,7 @@ from memlab.plan import fields as plan_fields
 
 FLAGS = (
     "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --tile, --scale"
+    "--gradients, --release-grads, --tile, --lora, --scale"
 )
 
 _checkpointing = st.one_of(
@@ -267,7 +267,7 @@ def test_unknown_field_of_a_panel() -> None:
     with pytest.raises(PlanError) as caught:
         Plan().with_setting("colour", "red")
     assert str(caught.value) == (
-        "no field 'colour' in a plan; there are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, scale"
+        "no field 'colour' in a plan; there are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, scale"
     )
 
 

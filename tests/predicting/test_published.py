@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.bench import published
-from tests.bench.published import BERT, GPT, LITGPT, LLAMA, TABLES, VIT, Case, Line, predicted, rows_of
+from tests.bench.published import BERT, GPT, LITGPT, LLAMA, MISTRAL, TABLES, VIT, Case, Line, predicted, rows_of
 from tests.bench.published_models import (
     LLAMA_7B,
     STABLELM_3B,
@@ -51,6 +51,13 @@ def test_llama_3b_on_an_a100() -> None:
     assert as_written.error == pytest.approx(-0.035, abs=0.02)
     assert as_written.speed_ratio == pytest.approx(1, abs=0.15)
     assert checkpointed.error == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.full
+def test_mistral_7b_and_its_adapters_on_an_a100() -> None:
+    rows = predicted(MISTRAL)
+
+    assert [row.error for row in rows] == pytest.approx([0, 0], abs=0.05)
 
 
 def test_a_gpt_written_operator_by_operator_and_of_torchs_layers() -> None:

@@ -688,7 +688,7 @@ class TestSwitching:
         workload = Workload(model, optimizer)
         plan = (
             "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params "
-            "--chunk-loss --release-grads --tile 2"
+            "--chunk-loss --release-grads --tile 2 --lora r=2"
         )
         if kind.is_engine:
             plan = "--scale fsdp2"

@@ -1,0 +1,1 @@
+"""Low-rank adapters on a live model: the technique, the adapters themselves, and where they go."""
