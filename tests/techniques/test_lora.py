@@ -301,8 +301,8 @@ class TestWhatWasLearnt:
             undisturbed = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
             session.switch("")
             assert session.log[-2].text == (
-                "what adapters learnt in 2 steps waits beside GPT2LMHeadModel (16.0 KiB): --lora brings it back, --lora off:merge "
-                "adds it to the weights, --lora off:drop drops it"
+                "what adapters learnt in 2 steps waits beside GPT2LMHeadModel (16.0 KiB): in the next plan --lora r=4,alpha=8 brings it back, "
+                "--lora off:merge adds it to the weights, --lora off:drop drops it"
             )
             _step(model, optimizer, batch)  # of the weights themselves
             optimizer.zero_grad()

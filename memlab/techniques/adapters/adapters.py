@@ -174,8 +174,8 @@ class LowRankAdapters(Technique):
         elif not self.host.coming().adapters.is_on and self.host.coming().adapters.what_was_learnt == "keep":
             size = format_bytes(sum(p.numel() * p.element_size() for p in adapters.parameters()))
             self.host.say(
-                f"what adapters learnt in {adapters.learnt_in} waits beside {workload.name} ({size}): --lora brings it back, "
-                "--lora off:merge adds it to the weights, --lora off:drop drops it"
+                f"what adapters learnt in {adapters.learnt_in} waits beside {workload.name} ({size}): in the next plan --lora {adapters.setting} "
+                "brings it back, --lora off:merge adds it to the weights, --lora off:drop drops it"
             )
         held = set().union(*map(stepped_by, workload.optimizers))
         missing = sum(id(p) not in held for p in self._frozen.values())
