@@ -287,7 +287,7 @@ def test_frozen_weights_of_blocks_are_predicted_off_the_device_beside_checkpoint
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     workload = Workload(model, optimizer, batch=batch)
     predicted, measured = (ask(workload, "--offload params --checkpoint") for ask in (predict, measure))
-    # a frozen weight is copied when it first comes to the device, which a prediction does not know
+    # the live step holds one frozen weight (32 KiB) more
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.03)
 
 
