@@ -64,6 +64,7 @@ _WITHIN = "[…]"  # an item of a container
 _SKIPPED = frozenset(
     {"memlab", "IPython", "ipykernel", "traitlets", "tornado", "zmq", "asyncio", "threading", "logging"}
 )
+_SERIES: tuple[type[Any], ...] = (list, tuple, set, frozenset, deque)
 _LEAVES = (*PLAIN, ModuleType, type, BuiltinFunctionType, CodeType, torch.Generator)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _CACHE = type(functools.cache(print))
@@ -229,7 +230,7 @@ class _Walk:
     def _within(self, value: Any, place: str) -> Iterator[tuple[str, Any, float]]:
         """Yield what an object holds: the place of each, and how many it stands for."""
         kind = type(value)
-        if kind.__module__.partition(".")[0] in _SKIPPED or issubclass(kind, torch.optim.Optimizer):
+        if str(kind.__module__).partition(".")[0] in _SKIPPED or issubclass(kind, torch.optim.Optimizer):
             return
         if issubclass(kind, nn.Module):
             yield from self._within_module(value, place)
@@ -239,8 +240,11 @@ class _Walk:
             for key, inner in _newest(items):
                 yield (f"{place}[{key!r}]" if named and type(key) is str else place + _WITHIN), inner, _scale(items)
             yield from _attributes(value, place)
-        elif issubclass(kind, (list, tuple, set, frozenset, deque)):
-            items = list(value) if getattr(value, "maxlen", None) is None else []
+        elif issubclass(kind, _SERIES):
+            # past an `__iter__` of the user's
+            items = list(next(base for base in _SERIES if issubclass(kind, base)).__iter__(value))
+            if issubclass(kind, deque) and value.maxlen is not None:
+                return
             yield from ((place + _WITHIN, inner, _scale(items)) for inner in _newest(items))
         elif issubclass(kind, (FunctionType, MethodType, functools.partial)):
             yield from self._within_function(value, place)
@@ -269,13 +273,13 @@ class _Walk:
                 yield f"{place}.{name}", list(inner.values()), 1
 
     def _within_function(self, value: Any, place: str) -> Iterator[tuple[str, Any, float]]:
-        if isinstance(value, MethodType):
+        if type(value) is MethodType:
             owner = value.__self__
             yield type(owner).__name__, owner, 1
             value = value.__func__
         if isinstance(value, functools.partial):
             yield place, (value.func, value.args, value.keywords), 1
-        if not isinstance(value, FunctionType) or is_installed(value.__code__.co_filename):
+        if type(value) is not FunctionType or is_installed(value.__code__.co_filename):
             return
         self.files.append(value.__code__.co_filename)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -289,10 +293,10 @@ class _Walk:
 def _names(value: Any) -> tuple[str, ...]:
     """Return the names by which a function knows what it holds, which are no parts of its own."""
     owner: tuple[str, ...] = ()
-    if isinstance(value, MethodType):
+    if type(value) is MethodType:
         owner, value = (type(value.__self__).__name__,), value.__func__
-    code = getattr(value, "__code__", None)
-    return owner if not isinstance(code, CodeType) else (*owner, *code.co_freevars, *code.co_names)
+    code = value.__code__ if type(value) is FunctionType else None
+    return owner if code is None else (*owner, *code.co_freevars, *code.co_names)
 
 
 def _attributes(value: Any, place: str) -> Iterator[tuple[str, Any, float]]:

@@ -349,7 +349,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", inner) for key, inner in islice(value.items(), _MOST_ITEMS))
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{number}]", inner) for number, inner in enumerate(value[:_MOST_ITEMS]))
-    elif type(value).__module__.partition(".")[0] in _SHELLS:
+    elif str(type(value).__module__).partition(".")[0] in _SHELLS:
         return
     elif not isinstance(value, (type, ModuleType, FunctionType, torch.Tensor, nn.Module, torch.optim.Optimizer)):
         # instance attributes only: a property may do anything

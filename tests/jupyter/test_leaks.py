@@ -238,3 +238,28 @@ def test_where_nothing_fits_the_cause_is_told(cell: Cell) -> None:
         "What grows: kept holds 200.0 KiB more after each step (line 5: kept.append(torch.cat([out] * 100).detach()))"
         in said
     )
+
+
+def test_no_code_of_the_user_runs_when_variables_are_looked_at(cell: Cell) -> None:
+    assert cell(MAKE).error is None
+    traps = """
+asked = []
+class Trap(list):
+    def __iter__(self): asked.append("iter"); return super().__iter__()
+    def __len__(self): asked.append("len"); return super().__len__()
+    def __getattribute__(self, name): asked.append(name); return super().__getattribute__(name)
+class Asks:
+    __module__ = None
+    def __getattr__(self, name): asked.append(name); raise AttributeError(name)
+    def __eq__(self, other): asked.append("eq"); return True
+    def __hash__(self): asked.append("hash"); return 1
+    def __bool__(self): asked.append("bool"); return False
+    @property
+    def held(self): asked.append("held")
+trap, asks, keyed = Trap([torch.ones(3)]), Asks(), {Asks(): 1}
+asked.clear()
+"""
+    assert cell(traps).error is None
+    ran = cell("%%memfit\nfor i in range(15):\n    step(model(x))")
+    assert "failed in memlab" not in ran.out
+    assert cell("print({*asked} - {'__class__'})").out == "set()\n"  # other parts ask for classes
