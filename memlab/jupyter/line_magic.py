@@ -29,7 +29,7 @@ from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import PredictedRanks
 from memlab.records.run_record import RunRecord
 from memlab.runtime.workload import Workload
-from memlab.session import session_of, sessions, switch_together
+from memlab.session import fit, session_of, sessions, switch_together
 from memlab.units import parse_bytes
 
 Shown = Comparison | PredictedPlans | PredictedRanks | FoundPlan | Ablation
@@ -212,6 +212,13 @@ class LineMagic:
         plan, rest = Plan.parse_known(words)
         if rest:
             raise unknown_of_line(rest[0])
+        waiting = None if sessions() else Workload.find(self._notebook.shell.user_ns)
+        if waiting is not None and plan.adapters.what_was_learnt != "keep":
+            with fit(waiting, plan) as session:  # what was learnt waits without a plan
+                answers = session.log.answers(0)
+            for answer in answers:
+                tell(answer)
+            return
         together = self._notebook.together()
         before, now = together[0].plan, not any(self._notebook.background.trains(s.workload.model) for s in together)
         known = [len(each.log) for each in together]

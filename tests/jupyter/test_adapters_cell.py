@@ -156,3 +156,16 @@ def test_refusals_are_one_line_and_off_says_what_becomes_of_it(shell: Any, made:
     assert "is part of the weights of Sequential: undo does not take it out" in merged.out
     again = made("%memfit --lora off:drop")
     assert "no adapters of Sequential have learnt anything to drop" in f"{again.out}{again.error}"
+
+
+def test_what_waits_after_an_undo_is_merged_by_a_line(made: Cell, shell: Any) -> None:
+    assert made(f"%%memfit --lora r=2\n{TRAIN}").error is None
+    undone = made("%memfit undo")
+    assert "in the next plan --lora r=2,alpha=4 brings it back, --lora off:merge adds it to the weights" in undone.out
+    before = [parameter.detach().clone() for parameter in shell.user_ns["model"].parameters()]
+    merged = made("%memfit --lora off:merge")
+    assert merged.error is None
+    assert "what adapters learnt in 4 steps is part of the weights of Sequential" in merged.out
+    assert not all(map(torch.equal, before, shell.user_ns["model"].parameters()))
+    said = "no adapters of Sequential have learnt anything to merge into the weights; train some with --lora"
+    assert said in str(made("%memfit --lora off:merge").error)
