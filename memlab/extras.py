@@ -55,7 +55,7 @@ def _imported(package: str) -> ModuleType:
 
     def work() -> None:
         try:
-            with _without_chatter(package):
+            with _without_chatter():
                 made.append(importlib.import_module(package))
         except BaseException as error:  # noqa: BLE001 - it is raised where the package is asked for
             made.append(error)
@@ -83,14 +83,16 @@ def _missing(package: str) -> MissingExtraError:
 
 
 @contextmanager
-def _without_chatter(package: str) -> Iterator[None]:
-    """Keep what a package warns about while it is imported off the screen, unless the user has set up logging.
+def _without_chatter() -> Iterator[None]:
+    """Keep what packages warn about while they are imported off the screen, unless the user has set up logging.
 
-    bitsandbytes warns of what only its 4-bit layers would need, and that would stand in the user's cell.
+    bitsandbytes, which peft imports as well, warns of what only its 4-bit layers would need, and that would stand in the user's cell.
     """
-    logger, handler = logging.getLogger(package), logging.NullHandler()
-    logger.addHandler(handler)
+    loggers, handler = [logging.getLogger(package) for package in _EXTRAS], logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,3 +36,11 @@ def test_a_package_that_makes_tensors_is_imported_whole_whatever_is_in_force(
         package = require("makes_tensors")
     assert float(package.last) == 6.0
     assert not package.table.is_inference()
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "peft"])
+def test_nothing_is_printed_by_imports(package: str) -> None:
+    pytest.importorskip(package)
+    code = f"from memlab.extras import require; require({package!r})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert (ran.stdout, ran.stderr) == ("", "")
