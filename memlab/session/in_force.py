@@ -99,6 +99,7 @@ class InForce:
         self._host.aliases = lambda: self._aliases
         self._host.coming = lambda: self._next
         self._next = Plan()  # the plan that a change is about to bring
+        self._over: list[type[Technique]] = []  # what of it does once what is asked for
         self._aliases = 0  # of each weight: what a change that fails goes back to
         self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
         self.is_engine = False  # whether one of them is an engine
@@ -124,8 +125,8 @@ class InForce:
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with deferred_interrupts() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
-            self._entries = {kind: entry for kind, entry in self._entries.items() if not entry.technique.is_over}
-            self._refresh()
+            over = {self._entries.pop(kind).technique for kind in self._over}
+            self.techniques = [technique for technique in self.techniques if technique not in over]
             self._follow(plan.lasting)
             if is_on_gpu and self.techniques != before:
                 torch.cuda.empty_cache()
@@ -274,6 +275,7 @@ class InForce:
                 self._take_out(kind)
         for technique in coming:
             self._put_in(technique)
+        self._over = [kind for kind, entry in self._entries.items() if entry.technique.is_over]
         self.plan = plan
 
     def _coming(self, plan: Plan) -> list[Technique]:
