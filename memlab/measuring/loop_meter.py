@@ -51,6 +51,12 @@ class CompanionObserver(Observer):
         if not self._is_inner:
             self._meter.forward_is_over(loss)
 
+    def evaluation_begins(self, batch: Batch) -> None:
+        self._meter.evaluation_begins(batch)
+
+    def evaluation_ended(self) -> None:
+        self._meter.evaluation_ended()
+
     def gradients_complete(self) -> None:
         self._meter.gradients_complete()
 

@@ -70,6 +70,7 @@ class Meter(Observer):
         self._step: OpenStep | None = None
         self.in_forward = False
         self._in_step = False
+        self._evaluations = 0  # calls without gradients that are watched, each within the one before
         self.records = False  # whether a step of the loop is recorded
         self.tape: Tape | None = None  # that step; None as long as none was
         self._recorder: StepRecorder | None = None
@@ -193,6 +194,20 @@ class Meter(Observer):
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_meta:
             step.loss = loss.detach()
 
+    def evaluation_begins(self, batch: Batch) -> None:
+        """Watch a call between two steps where the ledger enforces a capacity; one within a step is watched with it."""
+        if self._evaluations or (self._step is None and self.device.observes_every_step):
+            self._evaluations += 1
+            if self._evaluations == 1:
+                self._begin_ledger(inputs_of(batch))
+                self._ledger.start()
+
+    def evaluation_ended(self) -> None:
+        if self._evaluations:
+            self._evaluations -= 1
+            if not self._evaluations:
+                self._ledger.stop()
+
     def gradients_complete(self) -> None:
         """Gradients have found their place, and will leave it before the step."""
         if self._is_observed:
@@ -242,6 +257,7 @@ class Meter(Observer):
         self._stop_recording()
         self.times.last_end = None
         self.in_forward = self._in_step = False
+        self._evaluations = 0
         self._models.interrupted()
 
     def pause(self) -> None:
@@ -273,9 +289,12 @@ class Meter(Observer):
         """Let the peaks of a step start from what lives now."""
         self.device.reset_peaks()
         if step.observed:
-            self._ledger.begin([*self._models.parameters(), *self._models.gradients(), *self._models.state(), *inputs])
+            self._begin_ledger(inputs)
             self._models.claim()
             step.elsewhere_bytes = self.device.elsewhere_bytes(self._ledger.live_bytes)
+
+    def _begin_ledger(self, inputs: Iterable[Holding]) -> None:
+        self._ledger.begin([*self._models.parameters(), *self._models.gradients(), *self._models.state(), *inputs])
 
     def _is_due(self) -> bool:
         """Return whether the next step is to be observed."""

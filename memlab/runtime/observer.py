@@ -39,6 +39,12 @@ class Observer:
     def forward_ended(self, loss: torch.Tensor | None) -> None:
         """The model has run, and returned this loss."""
 
+    def evaluation_begins(self, batch: Batch) -> None:
+        """A call of the model without gradients is about to run."""
+
+    def evaluation_ended(self) -> None:
+        """A call without gradients is over, or has raised."""
+
     def gradients_complete(self) -> None:
         """Gradients are complete in the middle of a backward pass; their parameters are updated next, and they go."""
 

@@ -85,7 +85,13 @@ class ModelCalls:
             if session.growth is not None and (grown := session.growth.called()):
                 session.log.note_once(grown)
             session.usage.was_evaluated |= torch.is_grad_enabled() and not (where or trains)
-            return self._evaluated(original, args, kwargs, is_served=not where)
+            if not session.observers.all:
+                return self._evaluated(original, args, kwargs, is_served=not where)
+            session.observers.tell("evaluation_begins", Batch(args, kwargs))
+            try:
+                return self._evaluated(original, args, kwargs, is_served=not where)
+            finally:
+                session.observers.tell("evaluation_ended")
         if session.growth is not None:
             session.growth.trained()
         session.switching.take_withdrawn_out()

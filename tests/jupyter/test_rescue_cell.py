@@ -298,6 +298,32 @@ def test_validation_is_rescued_as_well_and_said(shell: Any, cell: Cell) -> None:
     assert out.count(line) == 2  # at once, and in the receipt
 
 
+@pytest.mark.parametrize(
+    "call", ["model(large)", "model.generate(large, max_new_tokens=3, do_sample=False, pad_token_id=0)"]
+)
+def test_the_capacity_of_a_cell_is_enforced_in_evaluations(shell: Any, cell: Cell, call: str) -> None:
+    make = """
+import torch, transformers
+sizes = dict(n_layer=2, n_embd=64, n_head=2, vocab_size=200, bos_token_id=0, eos_token_id=0)
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+optimizer = torch.optim.AdamW(model.parameters())
+words, large = torch.randint(0, 200, (4, 16)), torch.randint(0, 200, (64, 64))
+def train():
+    model.train()(input_ids=words, labels=words).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.eval()
+"""
+    assert cell(make).error is None
+    loop = f"train()\nwith torch.no_grad():\n    found = {call}\nfits = True"
+    ran = cell(f"%%memfit --capacity 24MiB\n{loop}\ntrain()\ntrain()")
+    assert ran.error is None
+    assert "memory ran out in a call without gradients: as written → its rows in" in ran.out
+    refused = cell(f"%%memfit --capacity 24MiB --no-rescue\n{loop}")
+    assert isinstance(refused.error, torch.OutOfMemoryError)
+    assert cell(f"%%memfit\n{loop}").error is None
+
+
 def test_a_model_that_was_validated_in_parts_is_freed_with_its_name(shell: Any, cell: Cell) -> None:
     cell(BLOCKS.replace("model = Blocks()", "Blocks.generate = lambda self, x: x\nmodel = Blocks()"))
     shell.user_ns["faults"] = Faults([4, 5])
