@@ -50,7 +50,7 @@ class WorstBatch:
         if self.padding < _NOTEWORTHY_PADDING:
             return said
         return (
-            f"{said}; {self.padding:.0%} of a batch is padding: group samples of like length "
+            f"{said}; {100 * self.padding:.0f} % of a batch is padding: group samples of like length "
             "(group_by_length=True in a Trainer, or a batch sampler by length), and fewer elements are computed"
         )
 

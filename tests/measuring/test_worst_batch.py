@@ -93,7 +93,7 @@ def test_what_is_said_of_samples() -> None:
     lengths = [10] * 7 + [100]
     found = worst_batch(DataLoader(Augmented(lengths), batch_size=4, collate_fn=padded, shuffle=False))
     assert str(found) == (
-        "8 samples of 10 to 100 elements, 10.0 × the median; the largest batch has 4 rows; 61% of a batch is padding: "
+        "8 samples of 10 to 100 elements, 10.0 × the median; the largest batch has 4 rows; 61 % of a batch is padding: "
         "group samples of like length (group_by_length=True in a Trainer, or a batch sampler by length), and fewer elements are computed"
     )
     alike = DataLoader(TensorDataset(torch.zeros(6, 3), torch.zeros(6)), batch_size=4, shuffle=True)

@@ -129,7 +129,7 @@ class InjectedAdapters:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         share = trained / sum(p.numel() for p in model.parameters())
         kind = "DoRA" if self.setting.is_dora else "LoRA"
-        return f"{kind} of rank {self.setting.rank} beside {len(self._layers)} linear layer{'s' * (len(self._layers) != 1)} ({', '.join(ends)}): {share:.2%} of the parameters train"
+        return f"{kind} of rank {self.setting.rank} beside {len(self._layers)} linear layer{'s' * (len(self._layers) != 1)} ({', '.join(ends)}): {100 * share:.2f} % of the parameters train"
 
     # -- in and out ----------------------------------------------------------------------------
 
