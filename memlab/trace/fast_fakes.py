@@ -167,7 +167,7 @@ def _key(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return all that the result's shape can depend on; None when that cannot be said."""
     if func is _aten._ctc_loss.Tensor:  # depends on the values of its lengths
         return None
-    parts: list[Any] = [id(func)]  # operators live as long as the process; their own hash is slow
+    parts: list[Any] = [func]
     for value in args:
         part = _part(value)
         if part is None:

@@ -500,6 +500,14 @@ def test_gradients_of_gradients() -> None:
     torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss, F.kl_div])
+def test_a_reduction_that_torch_does_not_know_is_its_error(loss: Any) -> None:
+    model, inputs = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000)), torch.randn(6, 8)
+    target = torch.rand(6, 3000) if loss is F.kl_div else torch.randint(0, 3000, (6,))
+    with fit(workload(model), "--chunk-loss"), pytest.raises(ValueError, match="not a valid value for reduction"):
+        loss(model(inputs).log_softmax(-1), target, reduction="median")
+
+
 def test_a_model_without_a_large_head_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 100))
     with pytest.raises(RefusalError) as caught:

@@ -293,13 +293,8 @@ def _cross_entropy(
 ) -> Any:
     is_of_classes = not target.is_floating_point()
     is_plain = weight is None and not label_smoothing and is_of_classes and logits.is_cast and reduction != "none"
-    if (
-        (size_average, reduce) != (None, None)
-        or reduction not in ("mean", "sum", "none")
-        or logits.dim() != 2
-        or target.dim() != (1 if is_of_classes else 2)
-        or not _are_constant(target, weight)
-    ):
+    is_known = _is_reduction(reduction, size_average, reduce) and _are_constant(target, weight)
+    if not is_known or logits.dim() != 2 or target.dim() != (1 if is_of_classes else 2):
         return NotImplemented
     if is_plain:
         total = sum_of_cross_entropies(
@@ -321,7 +316,8 @@ def _nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    if (size_average, reduce) != (None, None) or values.dim() != 2 or not _are_constant(target, weight):
+    is_known = _is_reduction(reduction, size_average, reduce) and _are_constant(target, weight)
+    if not is_known or values.dim() != 2 or target.dim() != 1:
         return NotImplemented
     options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "none"}
     losses = values.of_rows(lambda tile, of_tile: F.nll_loss(tile, of_tile, weight, **options), target)
@@ -353,7 +349,7 @@ def _kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    is_known = (size_average, reduce) == (None, None) and reduction in ("mean", "sum", "batchmean")
+    is_known = _is_reduction(reduction, size_average, reduce, ("mean", "sum", "batchmean"))
     if not is_known or type(target) is not torch.Tensor or target.shape != values.shape or not _are_constant(target):
         return NotImplemented
 
@@ -388,6 +384,13 @@ def _over_classes(func: Callable[..., Any]) -> Callable[..., Any]:
         return values.of_rows(lambda tile: func(tile, -1, keepdim, **options))
 
     return handler
+
+
+def _is_reduction(
+    reduction: str, size_average: bool | None, reduce: bool | None, known: Sequence[str] = ("mean", "sum", "none")
+) -> bool:
+    """Return whether a reduction is served; torch itself says of others what is wrong with them."""
+    return (size_average, reduce) == (None, None) and reduction in known
 
 
 def _are_constant(*tensors: torch.Tensor | None) -> bool:
