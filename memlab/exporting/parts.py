@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from memlab.errors import PlanError
 from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
-from memlab.plan.fields import zero_stage
 from memlab.plan.scale import Scale
+from memlab.plan.settings import zero_stage
 from memlab.techniques.checkpointing.selective import KEPT
 from memlab.techniques.optimizer.replacements import REPLACEMENTS, Replacement
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from memlab.plan import FIELDS, PlanField
-from memlab.plan.fields import ENGINES
+from memlab.plan.settings import ENGINES
 
 
 @dataclass(frozen=True)

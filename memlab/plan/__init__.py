@@ -1,13 +1,14 @@
 """Plans: what is applied to a training loop, as values without torch.
 
-`plan` holds the frozen value and its conflicts, `fields` the settings and the table of flags, `savings` what to try next
+`plan` holds the frozen value and its conflicts, `settings` the values of settings, `fields` the table of flags, `savings` what to try next
 and what it usually costs, `space` the plans worth trying.
 """
 
 from __future__ import annotations
 
-from memlab.plan.fields import (
-    FIELDS,
+from memlab.plan.fields import FIELDS, PlanField, plan_flags, unknown_flag
+from memlab.plan.plan import Plan
+from memlab.plan.settings import (
     Adapters,
     BatchNorm,
     Checkpointing,
@@ -15,14 +16,10 @@ from memlab.plan.fields import (
     Loss,
     Offloaded,
     OptimizerChoice,
-    PlanField,
     Precision,
     ScaleOut,
     Tier,
-    plan_flags,
-    unknown_flag,
 )
-from memlab.plan.plan import Plan
 
 __all__ = [
     "FIELDS",

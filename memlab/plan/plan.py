@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.errors import PlanError
-from memlab.plan.fields import (
-    BY_FLAG,
-    BY_NAME,
+from memlab.plan.fields import BY_FLAG, BY_NAME, FIELDS, PlanField, unknown_flag
+from memlab.plan.settings import (
     EIGHT_BIT,
     ENGINES,
-    FIELDS,
     Adapters,
     BatchNorm,
     Checkpointing,
@@ -25,11 +23,9 @@ from memlab.plan.fields import (
     Offload,
     Offloaded,
     OptimizerChoice,
-    PlanField,
     Precision,
     ScaleOut,
     Tier,
-    unknown_flag,
 )
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from memlab.errors import PlanError
-from memlab.plan.fields import BY_NAME, EIGHT_BIT, Checkpointing, Loss, Offloaded, OptimizerChoice, Precision, Tier
+from memlab.plan.fields import BY_NAME
 from memlab.plan.plan import Plan
+from memlab.plan.settings import EIGHT_BIT, Checkpointing, Loss, Offloaded, OptimizerChoice, Precision, Tier
 from memlab.units import exact_size
 
 _USUAL_TILES = 4

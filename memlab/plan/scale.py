@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass, field
 
 from memlab.errors import PlanError, RefusalError
-from memlab.plan.fields import ENGINES, Offloaded, Tier, did_you_mean
 from memlab.plan.plan import Plan, engine_conflicts
+from memlab.plan.settings import ENGINES, Offloaded, Tier, did_you_mean
 
 
 @dataclass(frozen=True)

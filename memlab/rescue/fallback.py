@@ -28,8 +28,9 @@ from enum import StrEnum
 
 from memlab.errors import PlanError
 from memlab.plan import Plan, Precision
-from memlab.plan.fields import BY_FLAG, BY_NAME, did_you_mean
+from memlab.plan.fields import BY_FLAG, BY_NAME
 from memlab.plan.savings import SAVINGS, Saving, changed
+from memlab.plan.settings import did_you_mean
 from memlab.records import Fit, Prediction
 from memlab.units import format_bytes
 

@@ -22,8 +22,8 @@ import torch
 from memlab.errors import ScaleError
 from memlab.extras import require_installed
 from memlab.plan import Plan
-from memlab.plan.fields import zero_stage
 from memlab.plan.scale import Scale
+from memlab.plan.settings import zero_stage
 from memlab.records import StepRecord
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord

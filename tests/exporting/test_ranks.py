@@ -16,8 +16,8 @@ from memlab.errors import PlanError, RefusalError
 from memlab.exporting import TARGETS, export
 from memlab.exporting.ranks import to_ranks
 from memlab.plan import Plan
-from memlab.plan.fields import ENGINES
 from memlab.plan.scale import Scale
+from memlab.plan.settings import ENGINES
 from tests.helpers.needs import needs
 
 pytest.importorskip("transformers")

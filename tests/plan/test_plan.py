@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from memlab.errors import MemlabError, PlanError
 from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tier, plan_flags
 from memlab.plan import fields as plan_fields
+from memlab.plan import settings as plan_settings
 
 FLAGS = (
     "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
@@ -44,8 +45,8 @@ _settings = st.fixed_dictionaries(
         "precision": st.sampled_from(Precision),
         "optimizer": st.sampled_from(OptimizerChoice),
         "offload": _offload,
-        "loss": st.sampled_from(plan_fields.Loss),
-        "gradients": st.sampled_from(plan_fields.Gradients),
+        "loss": st.sampled_from(plan_settings.Loss),
+        "gradients": st.sampled_from(plan_settings.Gradients),
         "tiling": st.integers(1, 64),
     }
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memlab.errors import PlanError, RefusalError
-from memlab.plan.fields import ENGINES
 from memlab.plan.scale import Scale
+from memlab.plan.settings import ENGINES
 
 
 @pytest.mark.parametrize("engine", ENGINES)
