@@ -212,7 +212,7 @@ def _have_wait(optimizer: Any, state_dict: dict[str, Any], techniques: Sequence[
     if is_seen or not is_torchs or not any(technique.changes_state for technique in techniques):
         return None
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = parameters_in(optimizer)
     known, entries, coming = dict(zip(numbers, own, strict=False)), {**state_dict["state"]}, _Coming()
     for number, parameter in known.items():
         entry = entries.get(number)
@@ -433,7 +433,7 @@ def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, a
 def order_state(optimizer: Optimizer, known: int) -> None:
     """Have entries after the first `known` in the order of the groups, in which a step of the loop's makes them."""
     made = [*optimizer.state][known:]
-    of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    of_groups = parameters_in(optimizer)
     places = {id(parameter): place for place, parameter in enumerate(of_groups)}
     with deferred_interrupts():
         for key in sorted(made, key=lambda each: places.get(id(each), len(places))):

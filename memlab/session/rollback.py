@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from memlab.plan import Plan
 from memlab.runtime import backward, containers
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.lifetimes import storage_of
+from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
@@ -267,7 +269,7 @@ def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
 
 
 def _tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    updated = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    updated = chain.from_iterable(map(parameters_in, optimizers))
     everything = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *updated)}
     return list(everything.values())
 

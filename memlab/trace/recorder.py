@@ -94,13 +94,9 @@ class Recorder(Ledger):
         self._fakes = fakes
 
         self._valueless: set[int] = set()  # storages of real floats that something fake was written to
-        self._live_tensors = live
+        self._live_storages = {tensor.untyped_storage()._cdata for tensor in live if tensor.is_floating_point()}
         self._inside = inside
         self._sums_in_place = inside is not None
-
-    @functools.cached_property
-    def _live_storages(self) -> set[int]:
-        return {tensor.untyped_storage()._cdata for tensor in self._live_tensors if tensor.is_floating_point()}
 
     @property
     def events(self) -> int:
