@@ -31,7 +31,7 @@ from memlab.plan import Offloaded, Plan
 from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
-from memlab.runtime.lifetimes import storage_of
+from memlab.runtime.lifetimes import called_while_alive, storage_of
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall
 from memlab.techniques.offload.spill import Offload, Spill
@@ -344,7 +344,7 @@ class OffloadActivations(Offload):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model = workload.model
-        self.spill = Spill(self._tier(workload.device), pooled=True)
+        self.spill = Spill(self._tier(workload.device), pooled=True, say=called_while_alive(self.note_once))
         self._reads_in_place = workload.device.type == "cpu"
         self._is_twin = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
         undo.callback(self._forget_pool)
@@ -383,7 +383,7 @@ class OffloadActivations(Offload):
 
     def trial_over(self) -> None:
         if self.spill is not None and self._model is not None:
-            self.spill = Spill(self.spill.tier, pooled=True)
+            self.spill = Spill(self.spill.tier, pooled=True, say=called_while_alive(self.note_once))
 
     @property
     def host_bytes(self) -> int:

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
+from memlab.runtime.lifetimes import called_while_alive
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
@@ -245,7 +246,7 @@ class OffloadOptimizer(Offload):
 
     def _spill(self, device: torch.device) -> Spill:
         tier = self._tier(device)
-        return self._spills.setdefault(tier, Spill(tier))
+        return self._spills.setdefault(tier, Spill(tier, say=called_while_alive(self.note_once)))
 
     def _forget(self, optimizer: Optimizer) -> None:
         settle()

@@ -167,7 +167,7 @@ class OffloadParams(Offload):
             )
         self._parameters = parameters
         link = ParameterCopies(parameters[0].device)
-        self._spill = Spill(self._tier(workload.device))
+        self._spill = Spill(self._tier(workload.device), say=called_while_alive(self.note_once))
         self._gradients = _Gradients(self._spill, link)
         self._streaming = BlockStreaming(blocks, link, self._spill, self._gradients.watch)
         self._gradients.serve(self._streaming)

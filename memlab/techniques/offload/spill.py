@@ -18,10 +18,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.host_memory import pinned
 from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.base import Technique
-from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
+from memlab.techniques.offload.pool import Pool, file_slab
 from memlab.techniques.offload.transfers import settle
 
 spilled_storages: WhileAlive[bool] = WhileAlive()
@@ -87,9 +88,10 @@ class Spill:
     tensor takes the place of one that is gone.
 
     Args:
-        tier: HOST (pinned when there is a GPU) or DISK; AUTO for whichever is off the device of each tensor.
+        tier: HOST (pinned when there is a GPU and the system allows it) or DISK; AUTO for whichever is off the device of each tensor.
         pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
             copies to and from them in the streams of `memlab.techniques.offload.transfers` and nowhere else.
+        say: told in a line where host memory is not pinned.
 
     Example:
         >>> spill = Spill(Tier.DISK)
@@ -101,13 +103,16 @@ class Spill:
         (0, 32)
     """
 
-    def __init__(self, tier: Tier = Tier.AUTO, *, pooled: bool = False) -> None:
+    def __init__(
+        self, tier: Tier = Tier.AUTO, *, pooled: bool = False, say: Callable[[str], None] = lambda _line: None
+    ) -> None:
         self.tier = tier
         self._stored_bytes = 0
         self.peak_bytes = 0  # most bytes held at once
         self._gone: Departures[int] = Departures()  # bytes of tensors that have
         self._files = Pool(file_slab)
-        self._pinned = Pool(pinned_slab, settle) if pooled else None
+        self._say = say
+        self._pinned = Pool(lambda size_bytes: pinned(size_bytes, say).numpy().data, settle) if pooled else None
 
     @property
     def stored_bytes(self) -> int:
@@ -134,11 +139,11 @@ class Spill:
             spilled = _shaped(self._files.take(size_bytes), tensor, strides)
         elif self._pinned is not None and tensor.is_cuda:
             spilled = _shaped(self._pinned.take(size_bytes), tensor, strides)
+        elif tensor.is_cuda:
+            spilled = _shaped(pinned(size_bytes, self._say), tensor, strides)
         else:
             with _births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
-                spilled = torch.empty_strided(
-                    shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-                )
+                spilled = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
         self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
 
