@@ -31,11 +31,12 @@ from memlab.runtime.lifetimes import called_while_alive
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
+from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, State, Stepper, Technique
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
-from memlab.techniques.offload.spill import Offload, Spill, is_spilled
+from memlab.techniques.offload.spill import PLAIN, Offload, Spill, consists_of_others, is_spilled, made_anew
 from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
 Optimizer = torch.optim.Optimizer
@@ -143,6 +144,13 @@ class OffloadOptimizer(Offload):
     def _kept_of(self, free: _Kept | None, parameter: Parameter, value: Any) -> _Kept | None:
         """Return what is kept of one entry, on its way there; None for what stays."""
         if not _moves(value):
+            return None
+        if consists_of_others(value):
+            return _Kept(self._spill(home_of(parameter)).store(value))
+        if own_class(value) not in PLAIN:
+            self.note_once(
+                f"what an optimizer keeps in a {type(value).__name__} stays where it is: what such a tensor does is not known"
+            )
             return None
         if self._is_stepping and _is_kept_already(parameter, value):  # updated where it lies
             return _Kept(value)
@@ -273,6 +281,9 @@ def _like(parameter: Parameter, kept: torch.Tensor) -> torch.Tensor:
 
 def _fetched(parameter: Parameter, kept: _Kept) -> Ticket:
     tensor = kept.tensor
+    if consists_of_others(tensor):
+        home = home_of(parameter)
+        return Ticket(made_anew(tensor, lambda part: part.to(home, copy=True)), tensor, copy_streams_of(tensor))
     target = torch.empty_like(
         _like(parameter, tensor), dtype=tensor.dtype, device=home_of(parameter), requires_grad=False
     )

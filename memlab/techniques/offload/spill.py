@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
@@ -21,10 +22,13 @@ from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.host_memory import pinned
 from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.touch import own_class
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.pool import Pool, file_slab
 from memlab.techniques.offload.transfers import settle
 
+# other classes keep their data elsewhere, or see to it themselves
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 spilled_storages: WhileAlive[bool] = WhileAlive()
 _spilling = False
 
@@ -148,7 +152,9 @@ class Spill:
         return spilled
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A spilled copy of a tensor."""
+        """A spilled copy of a tensor; of one that consists of others (codes and scales), one of the same class made of copies."""
+        if consists_of_others(tensor):
+            return made_anew(tensor, self.store)
         spilled = self.empty_like(tensor)
         spilled.copy_(tensor.detach())
         return spilled
@@ -163,6 +169,22 @@ class Spill:
 def _shaped(region: torch.Tensor, tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     # no view: loops detach gradients in place before they zero them
     return region.view(tensor.dtype).as_strided(tensor.shape, strides).detach()
+
+
+def consists_of_others(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a class of its own has no values itself, and says of which tensors it consists."""
+    return own_class(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
+
+
+def made_anew(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor that consists of others, made of what a function returns for each of these."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {}
+    for name in names:
+        part = getattr(tensor, name)
+        parts[name] = made_anew(part, change) if consists_of_others(part) else change(part)
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+    return made
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
