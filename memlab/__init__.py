@@ -17,6 +17,7 @@ The same from a script:
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from memlab.errors import MemlabError, PlanError, RefusalError
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
     from memlab.scaleout.launching import launch
     from memlab.scaleout.predicting import compare_ranks, how_many, predict_ranks
 
-__version__ = "0.1.0"
+try:
+    __version__ = version("memlab")
+except PackageNotFoundError:  # a source that was not installed
+    __version__ = "0.1.0"
 
 __all__ = [
     "MemlabError",

@@ -35,7 +35,7 @@ CORE = (
 )
 # these serve one subject each, and nothing of the core imports them
 GUESTS = ("building", "inferring", "scaleout", "workshop")
-FRONT = ("exporting", "jupyter")  # these may import everything
+FRONT = ("exporting", "jupyter", "support", "__main__")  # these may import everything
 STANDARD_LIBRARY_ONLY = {"errors", "units", "extras", "plan", "records", "hardware", "allocator"}
 
 

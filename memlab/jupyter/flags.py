@@ -139,6 +139,7 @@ WORDS = (
     Word("snapshot", "FILE [--predicted] [FLAGS]", "save a memory snapshot of a step for pytorch.org/memory_viz"),
     Word("record", "FILE", "save what was measured as JSON"),
     Word("replay", "FILE", "show a saved file, measured here or elsewhere; returns the Comparison"),
+    Word("bug", "[FILE]", "show what a maintainer needs to know (no values, paths or code), or write it to a file, to be pasted into an issue"),
     Word("help", "", "show this"),
 )
 # fmt: on

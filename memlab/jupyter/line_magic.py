@@ -300,6 +300,22 @@ class LineMagic:
             show_picture(self._notebook.shell, record.comparison, self._notebook.config)
         return record.comparison
 
+    def _bug(self, words: list[str]) -> None:
+        from memlab.support import bug
+
+        sessions = self._notebook.sessions()
+        histories = [self._notebook.history_with(each.workload.model) for each in sessions] or [
+            self._notebook.history()
+        ]
+        text = bug.report(sessions, histories, bug.last_error())
+        print(text)  # noqa: T201 - what was asked for
+        if words:
+            file = _file_in(words, "bug")
+            file.write_text(text, encoding="utf-8")
+            tell(f"saved to {file}: read it before you send it")
+        else:
+            tell("this is all that %memfit bug FILE would write; nothing has been sent")
+
     def _help(self, words: list[str]) -> None:
         print(line_help())  # noqa: T201 - what was asked for
 
