@@ -24,7 +24,7 @@ from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.ownership import parameters_in
 
 if TYPE_CHECKING:  # techniques import what imports this module
-    from memlab.techniques.base import State
+    from memlab.runtime.mechanisms import State
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter

@@ -38,6 +38,7 @@ from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.interrupts import Interrupts, deferred_interrupts
+from memlab.runtime.mechanisms import StateForm, brought
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
@@ -264,7 +265,7 @@ class InForce:
     def _refresh(self) -> None:
         self.techniques = [self._entries[kind].technique for kind in TECHNIQUES if kind in self._entries]
         self.is_engine = any(technique.is_engine for technique in self.techniques)
-        self._changes_state = any(technique.changes_state for technique in self.techniques)
+        self._changes_state = bool(brought(self.techniques, StateForm))
 
     # -- in and out ----------------------------------------------------------------------------
 
@@ -325,21 +326,21 @@ class InForce:
         technique = entry.technique
         undo = self._undo_of(entry)
         technique.attach_optimizer(optimizer, undo)
-        if technique.changes_state:
-            undo.callback(self._remove_layer, optimizer, technique)
-            state_layers.apply_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
+        for form in brought([technique], StateForm):
+            undo.callback(self._remove_layer, optimizer, technique, form)
+            state_layers.apply_layer(optimizer, form, self._above(technique), self._exchanged, self.techniques)
 
     def _undo_of(self, entry: _Entry) -> _Undo:
         undo = _Undo(self._exchanged)
         undo.calls = entry.undos
         return undo
 
-    def _remove_layer(self, optimizer: Optimizer, technique: Technique) -> None:
-        state_layers.remove_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
+    def _remove_layer(self, optimizer: Optimizer, technique: Technique, form: StateForm) -> None:
+        state_layers.remove_layer(optimizer, form, self._above(technique), self._exchanged, self.techniques)
 
-    def _above(self, technique: Technique) -> Sequence[Technique]:
+    def _above(self, technique: Technique) -> Sequence[StateForm]:
         place = TECHNIQUES.index(type(technique))
-        return [other for other in self.techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
+        return brought([other for other in self.techniques if TECHNIQUES.index(type(other)) > place], StateForm)
 
 
 def _close(entries: Iterable[_Entry]) -> None:

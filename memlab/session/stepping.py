@@ -13,8 +13,8 @@ from memlab.errors import RefusalError
 from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of
 from memlab.runtime.interrupts import HeldBack, hold_back
+from memlab.runtime.mechanisms import Updating, Visiting, brought
 from memlab.runtime.optimizer_step import OwnStep
-from memlab.techniques import Technique
 
 if TYPE_CHECKING:
     from memlab.session.session import Session
@@ -103,7 +103,9 @@ class Stepping:
         if not (is_rescued or techniques):
             return None
         self._skipped = not has_closure and self._must_skip(optimizer)
-        takes_over = any(t.takes_step or t.whole_step(optimizer) or _changes_the_step(t, optimizer) for t in techniques)
+        takes_over = any(t.takes_step or t.whole_step(optimizer) for t in techniques) or optimizer_step.is_changed(
+            optimizer, techniques
+        )
         may_skip = has_closure and any(technique.may_skip for technique in techniques)
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
@@ -114,7 +116,6 @@ class Stepping:
 
     def _tell_techniques(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         for technique in self._session.techniques:
-            around = technique.changes_state and type(technique).around_update is not Technique.around_update
             if technique.may_skip and not has_closure and self._makes_own_step(optimizer):
                 # called with nothing to update it may fail, or reach weights by a way of its own
                 raise RefusalError(
@@ -122,7 +123,10 @@ class Stepping:
                     f"{type(optimizer).__name__} updates by code of its own, which cannot leave a step out where gradients are not finite",
                     "use --bf16",
                 )
-            needs_whole = technique.may_skip or technique.parameters_visit or around
+            others = brought([technique], Visiting) or any(
+                each.changes_parameters for each in brought([technique], Updating)
+            )
+            needs_whole = technique.may_skip or bool(others)
             if has_closure and needs_whole and self._makes_own_step(optimizer):
                 raise RefusalError(
                     technique.field,
@@ -133,7 +137,12 @@ class Stepping:
 
     def _makes_own_step(self, optimizer: Optimizer) -> bool:
         is_served = is_separable(optimizer)
-        return not (is_served or any(t.whole_step(optimizer) or t.stepper(optimizer) for t in self._session.techniques))
+        return not (is_served or self._has_stepper(optimizer))
+
+    def _has_stepper(self, optimizer: Optimizer) -> bool:
+        techniques = self._session.techniques
+        is_whole = any(technique.whole_step(optimizer) for technique in techniques)
+        return is_whole or optimizer_step.foreign_stepper(optimizer, techniques) is not None
 
     def _must_skip(self, optimizer: Optimizer) -> bool:
         return any(technique.skips_step(optimizer) for technique in self._session.techniques)
@@ -157,7 +166,7 @@ class Stepping:
         rescuer = self._session.rescuing
         if rescuer is not None and rescuer.is_armed:
             return rescuer.update(optimizer)
-        if any(_changes_the_step(technique, optimizer) for technique in techniques):
+        if optimizer_step.is_changed(optimizer, techniques):
             return optimizer_step.run_step(optimizer, techniques)
         # an update that is the loop's own in all but its order has no copies, as in the loop
         return optimizer_step.run_step(optimizer, techniques, share_of(optimizer), backup=False)
@@ -187,8 +196,3 @@ class Stepping:
         held_back, self._held_back = self._held_back, None
         if held_back is not None:
             held_back.end()
-
-
-def _changes_the_step(technique: Technique, optimizer: Optimizer) -> bool:
-    changes = technique.changes_state or technique.parameters_visit
-    return changes or technique.stepper(optimizer) is not None

@@ -22,8 +22,8 @@ overrides only the moments it needs. Rules, in the order in which they matter:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -66,8 +66,6 @@ class AsWritten:
 HOLDS_GRADIENTS = "the loop holds gradients beside its weights (in a list, or as views)"
 
 ModelCall = Callable[..., Any]
-State = dict[str, Any]
-Stepper = Callable[[Sequence[torch.nn.Parameter]], None]
 WholeStep = Callable[[], bool]
 
 
@@ -112,14 +110,11 @@ class Technique:
     Attributes:
         field: name of the plan's field it implements.
         descriptions: its settings in words, the plainest first.
-        changes_state: whether `pack_state` and `unpack_state` do something.
-        state_per_step: whether packed state must be unpacked for an update.
         may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
             evaluated once.
         takes_step: whether the optimizer's step is to be taken over although nothing else says so.
         applies: whether it is known to apply; one that decides by the first call does not know before it.
         learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
-        draws_in_update: whether it draws random numbers in an update, so that buckets keep their order.
         updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
         changes_modules: whether it works within the model's modules, which compiled code does not look into again.
         was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
@@ -136,13 +131,10 @@ class Technique:
 
     field: ClassVar[str]
     descriptions: ClassVar[tuple[Description, ...]] = ()
-    changes_state: bool = False
-    state_per_step: bool = False
     may_skip: bool = False
     takes_step: bool = False
     applies: bool = True
     learns_from_calls: bool = False
-    draws_in_update: bool = False
     updates_in_backward: bool = False
     changes_modules: bool = False
     was_reached: bool = False
@@ -235,30 +227,9 @@ class Technique:
 
     # -- what it keeps ----------------------------------------------------------------------------
 
-    def pack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
-        """Map the state of one parameter to the form this technique keeps between steps."""
-        return state
-
-    def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
-        """Map the resident form of one parameter's state back."""
-        return state
-
-    def at_home(
-        self, parameters: Sequence[torch.nn.Parameter], *, updates: bool = True
-    ) -> AbstractContextManager[None]:
-        """Context in which parameters are on the device they are used on.
-
-        Args:
-            parameters: some of the model's.
-            updates: whether they are updated within it, with their gradients beside them; else they are looked at, so
-                that state is mapped to where they are used.
-        """
-        return nullcontext()
-
-    @property
-    def parameters_visit(self) -> bool:
-        """Return whether parameters come to the device for an update, so that buckets are kept small."""
-        return type(self).at_home is not Technique.at_home
+    def brings(self) -> Iterable[object]:
+        """Yield the mechanisms that it brings along, see `memlab.runtime.mechanisms`."""
+        return (self,)
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""
@@ -290,25 +261,6 @@ class Technique:
     def whole_step(self, optimizer: torch.optim.Optimizer) -> WholeStep | None:
         """Return what does a step in place of the user's optimizer, and says whether it has; None to leave it to that one."""
         return None
-
-    def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:
-        """Return what updates parameters in place of the user's optimizer; None to leave it to that one."""
-        return None
-
-    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Some parameters will be updated next, or as soon as those are that were announced before them."""
-
-    def around_update(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        """Context in which a bucket of parameters is updated."""
-        return nullcontext()
-
-    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Some parameters have been updated, within a step."""
-
-    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """No bucket is under way any more: the update is complete, or it was broken off."""
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         """Called after each update, skipped or not."""

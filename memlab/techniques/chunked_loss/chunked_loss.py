@@ -21,6 +21,7 @@ from memlab.runtime.dispatch import makes_one_graph
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real
 from memlab.runtime.loop_reading import made_one_graph
+from memlab.runtime.mechanisms import Updating
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique
@@ -30,7 +31,7 @@ from memlab.techniques.chunked_loss.tiles import in_tiles
 _SMALLEST_VOCABULARY = 2048
 
 
-class ChunkedLoss(Technique):
+class ChunkedLoss(Technique, Updating):
     """Compute losses of a large-vocabulary head in tiles.
 
     Known limitations: operations that `deferred` does not know (a transpose, a product with a tensor, a mask written into them)

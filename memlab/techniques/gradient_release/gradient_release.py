@@ -65,6 +65,7 @@ from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
+from memlab.runtime.mechanisms import Updating
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
@@ -108,7 +109,7 @@ class _Step:
         return parameters
 
 
-class GradientRelease(Technique):
+class GradientRelease(Technique, Updating):
     """Update inside the backward pass; see the module for the rules and the known limitations.
 
     Over 300 lines: all rules ask the same sets, of which gradients are complete, used or gone.

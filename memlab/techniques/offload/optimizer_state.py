@@ -27,11 +27,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
+from memlab.runtime.mechanisms import State, StateForm, Stepper, Updating, Visiting, brought
+from memlab.runtime.optimizer_step import foreign_stepper
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, State, Stepper, Technique
+from memlab.techniques.base import Description, Technique
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
 from memlab.techniques.offload.spill import Offload, Spill, is_spilled
@@ -49,7 +51,7 @@ class _Kept:
     sent: Any = None  # what says that it is done
 
 
-class OffloadOptimizer(Offload):
+class OffloadOptimizer(Offload, StateForm, Updating):
     """Keeps optimizer state in host memory beside a GPU, or in files beside the CPU.
 
     Known limitations:
@@ -66,7 +68,6 @@ class OffloadOptimizer(Offload):
             gives_nothing="the peak is in an update that holds one large parameter; the optimizer keeps no state",
         ),
     )
-    changes_state = True
     is_of_optimizer = True
     state_per_step = True
 
@@ -218,7 +219,7 @@ class OffloadOptimizer(Offload):
             return None
         others = [technique for technique in self.host.techniques() if technique is not self]
         # parameters that come for their update are updated where they come to
-        is_elsewhere = any(technique.parameters_visit or technique.stepper(optimizer) for technique in others)
+        is_elsewhere = brought(others, Visiting) or foreign_stepper(optimizer, others) is not None
         return None if is_elsewhere else update
 
     def _choose_place(self, optimizer: Optimizer) -> None:

@@ -43,11 +43,12 @@ from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved, storage_of
 from memlab.runtime.loop_reading import made_one_graph, of_one_graph
+from memlab.runtime.mechanisms import State, StateForm, Visiting
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, process_count
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, process_count
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
@@ -65,7 +66,7 @@ Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
 
 
-class OffloadParams(Offload):
+class OffloadParams(Offload, Visiting):
     """Stream the parameters of repeated blocks; see the module for the rules and the known limitations."""
 
     what = Offloaded.PARAMS
@@ -85,6 +86,7 @@ class OffloadParams(Offload):
         super().__init__(plan)
         self._spill: Spill | None = None
         self._lending: Lending | None = None  # beside a GPU
+        self._state: list[StateForm] = []  # likewise; on the CPU parameters rest on the very device they are used on
         # parameters that are on the device for an update or a change of state
         self._visiting: frozenset[int] = frozenset()
         # once it is attached
@@ -190,6 +192,7 @@ class OffloadParams(Offload):
             )
             self._gradients.is_held = self._lending.holds_gradient
             undo.callback(self._lending.taken_over)
+            self._state = [_StateAtHome(link.device, self._is_away)]
 
     def taken_over(self) -> None:
         if self._lending is not None:
@@ -290,18 +293,11 @@ class OffloadParams(Offload):
         finally:
             self._streaming.link.settle()
 
-    @property
-    def changes_state(self) -> bool:  # type: ignore[override]
-        # on the CPU parameters rest on the very device they are used on, and so does loaded state
-        return self._lending is not None
+    def brings(self) -> Iterator[object]:
+        yield from (self, *self._state)
 
-    def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
-        # `load_state_dict` has put it where the parameter rests
-        home = self._streaming.link.device
-        if self._streaming.resting(parameter) is None and id(parameter) not in self._visiting:
-            return state
-        on_device = counts_on_device(group_of(optimizer, parameter))
-        return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
+    def _is_away(self, parameter: Parameter) -> bool:
+        return self._streaming.resting(parameter) is not None or id(parameter) in self._visiting
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self._streaming.link.overlaps and _is_scaled_by_the_loop():
@@ -529,6 +525,19 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
 
 
 # --- state and scalers ----------------------------------------------------------------------------
+
+
+class _StateAtHome(StateForm):
+    """State on the device its parameter is used on: `load_state_dict` puts it where the parameter rests."""
+
+    def __init__(self, home: torch.device, is_away: Callable[[Parameter], bool]) -> None:
+        self._home, self._is_away = home, is_away
+
+    def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
+        if not self._is_away(parameter):
+            return state
+        on_device = counts_on_device(group_of(optimizer, parameter))
+        return {name: _placed(value, self._home, on_device=on_device) for name, value in state.items()}
 
 
 def _placed(value: Any, home: torch.device, *, on_device: bool) -> Any:

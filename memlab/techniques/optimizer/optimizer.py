@@ -27,12 +27,13 @@ from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
 from memlab.runtime.buckets import group_of
+from memlab.runtime.mechanisms import State, StateForm, Stepper, Updating
 from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of, set_state
 from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import State, Stepper, Technique
+from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import ParkedStates
 from memlab.techniques.optimizer.replacements import (
     REPLACEMENTS,
@@ -48,7 +49,7 @@ Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
 
-class OptimizerConversion(Technique):
+class OptimizerConversion(Technique, StateForm, Updating):
     """One of `REPLACEMENTS` in place of the user's Adam, moments converted.
 
     Known limitations:
@@ -59,7 +60,6 @@ class OptimizerConversion(Technique):
 
     field = "optimizer"
     descriptions = tuple(row.description for row in REPLACEMENTS.values() if row.description is not None)
-    changes_state = True
     is_of_optimizer = True
 
     def __init__(self, plan: Plan) -> None:

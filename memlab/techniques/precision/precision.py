@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,7 +30,6 @@ from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import as_fp32, without_autocast
 from memlab.runtime.backward import around_backward_passes
-from memlab.runtime.buckets import is_separable
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held
@@ -39,7 +38,7 @@ from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, Technique
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Technique
 from memlab.techniques.precision.cast_outputs import CastOutputs
 from memlab.techniques.precision.first_call import (
     AUTOCAST_DTYPES,
@@ -123,15 +122,12 @@ class PrecisionChoice(Technique):
         self._is_looked_at = False  # in this step
         self._name = ""
 
-    @property
-    def draws_in_update(self) -> bool:  # type: ignore[override]
-        return self.plan.precision is Precision.PURE_BF16  # moments are rounded at random
-
-    @property
-    def changes_state(self) -> bool:  # type: ignore[override]
-        return self._is(Precision.PURE_BF16)
-
-    state_per_step = True
+    def brings(self) -> Iterator[object]:
+        yield self
+        if self._is(Precision.PURE_BF16):
+            yield self._moments
+        if self._pure is not None:
+            yield self._pure
 
     @property
     def was_reached(self) -> bool:  # type: ignore[override]
@@ -401,34 +397,6 @@ class PrecisionChoice(Technique):
     @property
     def host_bytes(self) -> int:
         return self._moments.host_bytes
-
-    def pack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
-        return self._moments.pack(optimizer, parameter, state)
-
-    def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
-        return self._moments.unpack(optimizer, parameter, state)
-
-    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._moments.step_begins()
-
-    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._moments.bucket_updated(optimizer, parameters)
-
-    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
-        self._moments.step_ended()
-
-    def around_update(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        if self._pure is None:
-            return nullcontext()
-        if not is_separable(optimizer) and any(p.grad is not None and p.grad.requires_grad for p in parameters):
-            raise RefusalError(
-                self.field,
-                f"{type(optimizer).__name__} may differentiate gradients (create_graph), whose graph is of bf16 parameters",
-                "use --bf16",
-            )
-        return self._pure.updated(parameters)
 
 
 def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:

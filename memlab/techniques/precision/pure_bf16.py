@@ -33,11 +33,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.errors import RefusalError
 from memlab.runtime.autocast import as_fp32, without_autocast
 from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.buckets import is_separable
 from memlab.runtime.callers import is_in_hook
 from memlab.runtime.graphs import Beginning, nodes_of
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
+from memlab.runtime.mechanisms import Updating
 from memlab.runtime.touch import Touch
 from memlab.runtime.tree import Lent, is_plain, tensors_in
 from memlab.techniques.base import ModelCall
@@ -59,8 +61,10 @@ class _Given:
     version: int  # of that, when it was made
 
 
-class PureBf16:
+class PureBf16(Updating):
     """Weights in bf16 for the model, and in fp32 for the loop."""
+
+    changes_parameters = True
 
     def __init__(
         self,
@@ -301,6 +305,17 @@ class PureBf16:
         split = [tensor for tensor in tensors if tensor in self._masters and tensor.dtype is not torch.float32]
         with deferred_interrupts(), self._at_home(split), self.updated(split):
             yield
+
+    def around_update(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        if not is_separable(optimizer) and any(p.grad is not None and p.grad.requires_grad for p in parameters):
+            raise RefusalError(
+                "precision",
+                f"{type(optimizer).__name__} may differentiate gradients (create_graph), whose graph is of bf16 parameters",
+                "use --bf16",
+            )
+        return self.updated(parameters)
 
     @contextmanager
     def updated(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
