@@ -20,6 +20,7 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.graphs import is_within_checkpoint, why_as_written
 from memlab.runtime.lifetimes import WhileAlive
 from memlab.runtime.loop_mode import has_compiled_code
+from memlab.runtime.mechanisms import EarlyUpdates, brought
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.stand_ins import have_others
 
@@ -91,7 +92,7 @@ class Calls:
         if not rescuer.is_armed:
             return self._call_unguarded
         why = ""
-        if any(technique.updates_in_backward for technique in rescuer.session.techniques):
+        if any(each.updates_in_backward for each in brought(rescuer.session.techniques, EarlyUpdates)):
             why = "it updates parameters"
         elif have_others(parameter._backward_hooks for parameter in self._model.parameters()):
             # which would be called with None by a backward pass that does not reach the parameter

@@ -9,15 +9,27 @@ class (`brought`), and for no technique.
 | `StateForm` | keeps optimizer state in another form |
 | `Updating` | does something around the update of some parameters, or makes it |
 | `Visiting` | keeps parameters away from where they are updated |
+| `Skipping` | leaves a step out |
+| `WholeSteps` | makes a step in place of the optimizer |
+| `EarlyUpdates` | updates parameters in the backward pass |
+| `Turns` | shows the loop other parameters than the model has |
+| `LoopChecks` | refuses what is seen in a loop that runs |
+| `SeenInCalls` | learns from calls of the model |
+| `ChangedParameters` | puts something else in the places of parameters |
+| `OwnMemory` | keeps bytes of its own |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from memlab.runtime.workload import Workload
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -86,6 +98,113 @@ class Visiting:
                 that state is mapped to where they are used.
         """
         return nullcontext()
+
+
+class Skipping:
+    """Steps that are left out; a step with a closure is taken over, and the closure evaluated once."""
+
+    def skips_step(self) -> bool:
+        """Return whether this step's update must not happen (gradients that are not finite)."""
+        return False
+
+
+class WholeSteps:
+    """Steps that are made in place of the user's optimizer."""
+
+    def whole_step(self, optimizer: Optimizer) -> Callable[[], bool] | None:
+        """Return what does a step, and says whether it has; None to leave it to the optimizer."""
+        return None
+
+
+class EarlyUpdates:
+    """Updates that come before the step, which is taken over for it.
+
+    Attributes:
+        updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
+        only_watches: whether the loop was only watched so far, and its memory is as without it.
+    """
+
+    updates_in_backward: bool = True
+    only_watches: bool = False
+
+    def broken_off(self) -> None:
+        """The loop was left in the middle of a step, and begins anew with its next forward."""
+
+
+class Turns:
+    """What the loop sees of parameters, where it is not what the model computes with."""
+
+    def taken_over(self) -> None:
+        """The loop calls the model, or the plan is about to change: who looks at weights next is not the loop."""
+
+    def handed_back(self) -> None:
+        """The call or the change is over, and the loop goes on."""
+
+
+class LoopChecks:
+    """Refusals that need a loop; each raises `RefusalError`, as `Technique.check` does."""
+
+    def check_modes(self, workload: Workload) -> None:
+        """Refuse modes that modules are in now; a loop that has not begun may set others."""
+
+    def check_loop(self, workload: Workload, frame: FrameType) -> None:
+        """Refuse a loop that runs, by the code of its newest frame and those above: for a plan that is asked for from elsewhere."""
+
+    def check_traced(self) -> None:
+        """Refuse what a traced program of the model could not use, which holds the very weights."""
+
+
+class SeenInCalls:
+    """What calls of the model show of a technique.
+
+    Attributes:
+        applies: whether it is known to apply; one that decides by the first call does not know before it.
+        learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
+        was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
+    """
+
+    applies: bool = True
+    learns_from_calls: bool = False
+    was_reached: bool = False
+
+    def trial_over(self) -> None:
+        """Forwards and backward passes since the step began were a trial: forget how much they took."""
+
+
+@dataclass(frozen=True)
+class AsWritten:
+    """What a model and its optimizers have without a technique that has other modules and parameters in their places."""
+
+    modules: Mapping[int, torch.nn.Module]  # the user's, by id of what is in its place
+    trained: frozenset[int]  # ids of the parameters that require gradients without it
+    groups: Mapping[int, Sequence[Parameter]]  # the parameters of each group of an optimizer, by its id
+    attributes: frozenset[str]  # of the model that it has not
+
+
+class ChangedParameters:
+    """Parameters, or modules, that are others than the loop has made."""
+
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype a parameter or buffer had before; that of the tensor when it was not changed."""
+        return tensor.dtype
+
+    def as_written(self) -> AsWritten | None:
+        """Return what the model and its optimizers have without it; None where nothing is in the places of theirs."""
+        return None
+
+
+class OwnMemory:
+    """Bytes that are kept beside the model's own."""
+
+    @property
+    def held_tensors(self) -> Sequence[torch.Tensor]:
+        """Return parts of parameters that are kept on the device."""
+        return ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Return how many bytes are kept off the device."""
+        return 0
 
 
 class Bringing(Protocol):

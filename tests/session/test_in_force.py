@@ -70,7 +70,7 @@ def test_what_a_check_says_depends_on_the_setting_alone(layers: tuple[int, ...])
             with suppress(PlanError):
                 plan = Plan().with_setting(one.name, text).with_setting(other.name, beside)
                 for kind in TECHNIQUES:
-                    if is_wanted(kind, plan) and not kind.is_engine:
+                    if is_wanted(kind, plan) and not kind.traits.is_engine:
                         said.setdefault((kind, kind.setting(plan)), {})[answer(kind(plan), workload)] = plan.label
     assert [told for told in said.values() if len(told) > 1] == []
 

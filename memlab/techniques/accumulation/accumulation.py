@@ -54,6 +54,7 @@ from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.hooks import is_compiled
+from memlab.runtime.mechanisms import LoopChecks, SeenInCalls, brought
 from memlab.runtime.modules import CacheOff, refuse_kept_weights
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
@@ -76,7 +77,7 @@ _FULL = (Precision.KEEP, Precision.FP32)
 _MOST_TRIES = 4
 
 
-class Accumulation(Technique):
+class Accumulation(Technique, LoopChecks, SeenInCalls):
     """Split every training batch into micro-batches; the gradient is that of the whole batch.
 
     Known limitations: a second backward through the same loss of a model that returns one is not possible; neither are models
@@ -375,8 +376,8 @@ class Accumulation(Technique):
             judge = Judge(self._model, self._name, self._probe_of(whole), self._per_part, is_low=is_low)
             verdict = judge.judge(call, whole, layout, parts)
         self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
-        for technique in self.host.techniques():
-            technique.trial_over()
+        for each in brought(self.host.techniques(), SeenInCalls):
+            each.trial_over()
         self.host.only_tried()
         if verdict is None and not judge.compared_rows and self.host.of_rescue() and not self._has_split:
             reason = f"there is no memory for two rows of a batch of {self._name}, to see whether it may be split"

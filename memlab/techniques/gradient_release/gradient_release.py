@@ -65,7 +65,7 @@ from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
-from memlab.runtime.mechanisms import Updating
+from memlab.runtime.mechanisms import EarlyUpdates, Updating
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
@@ -109,7 +109,7 @@ class _Step:
         return parameters
 
 
-class GradientRelease(Technique, Updating):
+class GradientRelease(Technique, Updating, EarlyUpdates):
     """Update inside the backward pass; see the module for the rules and the known limitations.
 
     Over 300 lines: all rules ask the same sets, of which gradients are complete, used or gone.
@@ -125,7 +125,6 @@ class GradientRelease(Technique, Updating):
             gives_nothing="the peak is at the end of the forward pass; with --accumulate; refused for loops that clip, accumulate or look at gradients by hand",
         ),
     )
-    takes_step = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -183,7 +182,7 @@ class GradientRelease(Technique, Updating):
         if self.host.accumulates():
             raise RefusalError(self.field, *reasons.ADDED_UP)
         own = {id(parameter) for parameter in workload.model.parameters()}
-        if any(each is not self.predecessor and not own.isdisjoint(each._owners) for each in hearing):
+        if any(each is not self.host.predecessor(self) and not own.isdisjoint(each._owners) for each in hearing):
             raise RefusalError(
                 self.field,
                 f"{workload.name} has parameters of a model that is under --release-grads already",
@@ -236,7 +235,7 @@ class GradientRelease(Technique, Updating):
         for parameter in optimizer.param_groups[-1]["params"]:
             if self._owners.get(id(parameter), optimizer) is not optimizer:
                 self._owners[id(parameter)] = None
-                self.note_once(reasons.SHARED)
+                self.notes.once(reasons.SHARED)
 
     def _forget_optimizer(self, optimizer: Optimizer) -> None:
         not_dropped = self._gone & self._used
@@ -429,7 +428,7 @@ class GradientRelease(Technique, Updating):
     def _begin_step(self, optimizer: Optimizer) -> _Step:
         """The first gradient for an optimizer since its step."""
         if not self._is_known:
-            self.note_once(reasons.watching(self._steps_to_watch))
+            self.notes.once(reasons.watching(self._steps_to_watch))
         step = self._steps[optimizer] = _Step(_settings_of(optimizer), len(optimizer.state), share_of(optimizer))
         return step
 

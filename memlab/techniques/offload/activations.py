@@ -32,6 +32,7 @@ from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import storage_of
+from memlab.runtime.mechanisms import OwnMemory, SeenInCalls
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall
 from memlab.techniques.offload.spill import Offload, Spill
@@ -313,7 +314,7 @@ def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
-class OffloadActivations(Offload):
+class OffloadActivations(Offload, SeenInCalls, OwnMemory):
     """Keep saved activations in host memory or in a file until the backward pass needs them.
 
     Known limitations:
@@ -353,7 +354,7 @@ class OffloadActivations(Offload):
         if self._model is None or self.spill is None:
             return call(*args, **kwargs)  # run again by a backward pass that comes when the plan has gone
         if are_saved_by_hooks_of_the_loop():  # of several hooks torch calls the newest alone
-            self.note_once(
+            self.notes.once(
                 "activations stay where a call is within hooks of the loop's own on what is saved for backward"
             )
             return call(*args, **kwargs)

@@ -24,6 +24,7 @@ from torch import nn
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
 from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
+from memlab.runtime.mechanisms import Turns
 from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values
 from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
 
@@ -32,7 +33,7 @@ Parameter = nn.Parameter
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-class Lending(WatchedTensors):
+class Lending(WatchedTensors, Turns):
     """Lends parameters at rest to the loop's own code.
 
     Args:

@@ -27,13 +27,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
-from memlab.runtime.mechanisms import State, StateForm, Stepper, Updating, Visiting, brought
+from memlab.runtime.mechanisms import OwnMemory, State, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.optimizer_step import foreign_stepper
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, Technique
+from memlab.techniques.base import Description, Technique, Traits
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
 from memlab.techniques.offload.spill import Offload, Spill, is_spilled
@@ -51,7 +51,7 @@ class _Kept:
     sent: Any = None  # what says that it is done
 
 
-class OffloadOptimizer(Offload, StateForm, Updating):
+class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
     """Keeps optimizer state in host memory beside a GPU, or in files beside the CPU.
 
     Known limitations:
@@ -68,7 +68,7 @@ class OffloadOptimizer(Offload, StateForm, Updating):
             gives_nothing="the peak is in an update that holds one large parameter; the optimizer keeps no state",
         ),
     )
-    is_of_optimizer = True
+    traits = Traits(is_of_optimizer=True)
     state_per_step = True
 
     def __init__(self, plan: Plan) -> None:

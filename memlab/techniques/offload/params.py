@@ -43,12 +43,12 @@ from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved, storage_of
 from memlab.runtime.loop_reading import made_one_graph, of_one_graph
-from memlab.runtime.mechanisms import State, StateForm, Visiting
+from memlab.runtime.mechanisms import LoopChecks, OwnMemory, SeenInCalls, State, StateForm, Visiting
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, process_count
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Traits, process_count
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
@@ -66,11 +66,11 @@ Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
 
 
-class OffloadParams(Offload, Visiting):
+class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
     """Stream the parameters of repeated blocks; see the module for the rules and the known limitations."""
 
     what = Offloaded.PARAMS
-    changes_modules = True
+    traits = Traits(needs_uncompiled=True)
     was_reached = True
     descriptions = (
         Description(
@@ -121,7 +121,7 @@ class OffloadParams(Offload, Visiting):
                 f"params: {workload.name} repeats no block (a ModuleList or Sequential of several modules that have parts, all of one class)",
                 "use --offload optimizer,activations",
             )
-        if not isinstance(self.predecessor, OffloadParams) and any(
+        if not isinstance(self.host.predecessor(self), OffloadParams) and any(
             gradient_is_held(p) for block in blocks for p in block.parameters()
         ):
             raise RefusalError(
@@ -129,7 +129,7 @@ class OffloadParams(Offload, Visiting):
                 f"params: {HOLDS_GRADIENTS}, which would be others off the device",
                 "use --offload optimizer,activations, or drop them first (optimizer.zero_grad())",
             )
-        if not isinstance(self.predecessor, OffloadParams) and not _movable(workload.model, blocks):
+        if not isinstance(self.host.predecessor(self), OffloadParams) and not _movable(workload.model, blocks):
             raise RefusalError(
                 self.field,
                 f"params: no parameter in the blocks of {workload.name} is large enough ({SMALL_ELEMENTS} elements) "
@@ -193,14 +193,6 @@ class OffloadParams(Offload, Visiting):
             self._gradients.is_held = self._lending.holds_gradient
             undo.callback(self._lending.taken_over)
             self._state = [_StateAtHome(link.device, self._is_away)]
-
-    def taken_over(self) -> None:
-        if self._lending is not None:
-            self._lending.taken_over()
-
-    def handed_back(self) -> None:
-        if self._lending is not None:
-            self._lending.handed_back()
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         if not is_separable(optimizer):
@@ -294,7 +286,7 @@ class OffloadParams(Offload, Visiting):
             self._streaming.link.settle()
 
     def brings(self) -> Iterator[object]:
-        yield from (self, *self._state)
+        yield from (self, self._lending, *self._state)
 
     def _is_away(self, parameter: Parameter) -> bool:
         return self._streaming.resting(parameter) is not None or id(parameter) in self._visiting

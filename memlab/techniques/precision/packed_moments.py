@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.mechanisms import State, StateForm, Updating
+from memlab.runtime.mechanisms import OwnMemory, State, StateForm, Updating
 from memlab.runtime.state_entries import PackedState, held_states, kept_of
 from memlab.runtime.state_layers import shown
 from memlab.techniques.base import Technique
@@ -20,7 +20,7 @@ from memlab.techniques.precision.moments import round_stochastically
 Optimizer = torch.optim.Optimizer
 
 
-class PackedMoments(StateForm, Updating):
+class PackedMoments(StateForm, Updating, OwnMemory):
     """Packs the state of one parameter at a time; what is new in moments is rounded at random."""
 
     state_per_step = True

@@ -34,6 +34,7 @@ from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held
 from memlab.runtime.loop_reading import made_one_graph, of_one_graph
+from memlab.runtime.mechanisms import LoopChecks
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
@@ -66,7 +67,7 @@ _TOGETHER = (
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch gives each
 
 
-class PrecisionChoice(Technique):
+class PrecisionChoice(Technique, LoopChecks):
     """Run forward and backward in another number format.
 
     Tolerances over 100 steps against fp32 are stated and tested in ``tests/techniques/test_precision.py``.
@@ -115,7 +116,7 @@ class PrecisionChoice(Technique):
         self._masters = Masters()
         self._pure: PureBf16 | None = None
         self._outputs = CastOutputs()
-        self._moments = PackedMoments(self.note_once, lambda: self.host.techniques())
+        self._moments = PackedMoments(self.notes.once, lambda: self.host.techniques())
         self._model: Callable[[], nn.Module | None] = lambda: None
         # parts that were there in a call that was looked at, by whether it had gradients and whether the model was in training mode
         self._known: defaultdict[tuple[bool, bool], MutableMapping[nn.Module, None]] = defaultdict(WeakIdKeyDictionary)
@@ -123,25 +124,18 @@ class PrecisionChoice(Technique):
         self._name = ""
 
     def brings(self) -> Iterator[object]:
-        yield self
+        yield from (self, self._masters, self._pure)
         if self._is(Precision.PURE_BF16):
             yield self._moments
-        if self._pure is not None:
-            yield self._pure
-
-    @property
-    def was_reached(self) -> bool:  # type: ignore[override]
-        return self._pure is not None and self._pure.was_reached
-
-    @property
-    def may_skip(self) -> bool:  # type: ignore[override]
-        return self._is(Precision.FP16)
+        if self._is(Precision.FP16):
+            yield self._scaler
 
     def check(self, workload: Workload) -> None:
         precision = self.plan.precision
         # pure bf16 may be what is to be changed
-        before = Technique(self.plan) if self.predecessor is None else self.predecessor
-        dtypes = {before.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
+        before = self.host.predecessor(self)
+        masters = before._masters if isinstance(before, PrecisionChoice) else self._masters
+        dtypes = {masters.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
         if precision is Precision.TF32 and workload.device.type != "cuda":
             raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
         if precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16) and dtypes - {torch.float32}:
@@ -208,7 +202,7 @@ class PrecisionChoice(Technique):
             case Precision.TF32:
                 _set_matmul_precision("high", undo)
             case Precision.FP16:
-                self._scaler.watch(workload, self.note_once, self._withdraw, undo)
+                self._scaler.watch(workload, self.notes.once, self._withdraw, undo)
             case Precision.PURE_BF16:
                 for optimizer in workload.optimizers:
                     self._moments.expect(optimizer)
@@ -313,14 +307,6 @@ class PrecisionChoice(Technique):
             return self._lowered(call, args, kwargs)
         return self._looked_at(self._model(), call, args, kwargs)
 
-    def taken_over(self) -> None:
-        if self._pure is not None:
-            self._pure.taken_over()
-
-    def handed_back(self) -> None:
-        if self._pure is not None:
-            self._pure.handed_back()
-
     def _lowered(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         match self.plan.precision:
             case Precision.FP16 | Precision.BF16:
@@ -343,7 +329,7 @@ class PrecisionChoice(Technique):
         if self._is(Precision.FP16):
             self._scaler.call_begins(is_own=is_own)
         if is_own:
-            self.note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
+            self.notes.once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
             return call(*args, **kwargs)
         entered, left = (self._scaler.entered, self._scaler.left) if self._is(Precision.FP16) else (_same, _same)
 
@@ -377,26 +363,12 @@ class PrecisionChoice(Technique):
             for alias, own in aliases:
                 alias.data = own.data
 
-    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
-
     # -- steps ---------------------------------------------------------------------------------
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         self._is_looked_at = False
         if self._pure is not None:
             self._pure.step_ended()
-
-    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        return torch.float32 if tensor in self._masters else tensor.dtype
-
-    @property
-    def held_tensors(self) -> Sequence[torch.Tensor]:
-        return self._masters.held
-
-    @property
-    def host_bytes(self) -> int:
-        return self._moments.host_bytes
 
 
 def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:

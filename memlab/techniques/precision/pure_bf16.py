@@ -39,7 +39,7 @@ from memlab.runtime.graphs import Beginning, nodes_of
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
-from memlab.runtime.mechanisms import Updating
+from memlab.runtime.mechanisms import SeenInCalls, Turns, Updating
 from memlab.runtime.touch import Touch
 from memlab.runtime.tree import Lent, is_plain, tensors_in
 from memlab.techniques.base import ModelCall
@@ -61,7 +61,7 @@ class _Given:
     version: int  # of that, when it was made
 
 
-class PureBf16(Updating):
+class PureBf16(Updating, Turns, SeenInCalls):
     """Weights in bf16 for the model, and in fp32 for the loop."""
 
     changes_parameters = True
@@ -116,11 +116,6 @@ class PureBf16(Updating):
             is_split = any(p in masters for p in part.parameters())
             if is_split and part is not model and not isinstance(part, torch.jit.ScriptModule):
                 CallHook(part, partial(self._part, weakref.ref(part)), breaks_graphs=True).install(undo)
-
-    @property
-    def was_reached(self) -> bool:
-        """Return whether the loop has called parts of the model by themselves."""
-        return any(self._seen.values())
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -226,6 +221,7 @@ class PureBf16(Updating):
                 return self.run(call, args, kwargs)
             output = self._first(type(part).__name__, part, call, args, kwargs)
             seen[part] = None
+            self.was_reached = True
             return output
         finally:
             if is_loops_turn:
