@@ -16,6 +16,7 @@ from memlab.rescue.guard import GuardedCall
 from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.batch import Batch
 from memlab.runtime.graphs import is_within_checkpoint, why_as_written
 from memlab.runtime.lifetimes import WhileAlive
@@ -74,7 +75,7 @@ class Calls:
         rescuer.recovery.work_begins()
         if self._derives_itself or not _can_be_guarded(self._model):
             return _as_written
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             return self._call_in_backward
         # what a rescue has come to may turn out not to apply in a later backward pass
         rescuer.is_armed = (

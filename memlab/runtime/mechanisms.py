@@ -25,15 +25,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
+from memlab.runtime.state_entries import Optimizer, Parameter, State
 from memlab.runtime.workload import Workload
 
-Optimizer = torch.optim.Optimizer
-Parameter = torch.nn.Parameter
-State = dict[str, Any]  # of one parameter
 Stepper = Callable[[Sequence[Parameter]], None]
 
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.runtime.away import sent_away
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import deferred_interrupts
-from memlab.runtime.mechanisms import Bringing, State, StateForm, Visiting, brought
+from memlab.runtime.mechanisms import Bringing, StateForm, Visiting, brought
 from memlab.runtime.out_of_memory import with_room
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.stand_ins import is_ours
@@ -33,6 +33,7 @@ from memlab.runtime.state_entries import (
     Optimizer,
     PackedState,
     Parameter,
+    State,
     changing,
     followed_of,
     forget_dropped,

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
@@ -110,7 +109,7 @@ class Scaling(Technique, WholeSteps):
         return plan
 
     def check(self, workload: Workload) -> None:
-        if any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters()):
+        if not workload.has_values:
             raise RefusalError(
                 "scale", f"what {self.plan.scale} needs is not predicted", "measure it: %%memfit, or memlab.measure"
             )

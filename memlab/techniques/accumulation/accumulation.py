@@ -46,7 +46,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
@@ -145,7 +144,7 @@ class Accumulation(Technique, LoopChecks, SeenInCalls):
         self._model, self._name = workload.model, workload.name
         self._batch_norms = self._batch_norms_of(workload.model)
         self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
-        self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
+        self._is_fake = not workload.has_values
         undo.callback(self._forget)
         around_backward_passes(self._around_backward, undo)
 

@@ -61,6 +61,7 @@ from torch.autograd.graph import GradientEdge
 from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
@@ -274,7 +275,7 @@ class GradientRelease(Technique, Updating, EarlyUpdates):
 
     def _interrupted(self, deliver: Callable[[], None]) -> None:
         """A Ctrl-C, while the loop is in a step or has not come to drop its gradients."""
-        if self._passes and torch._C._current_graph_task_id() != -1 and self._has_released:
+        if self._passes and is_in_backward() and self._has_released:
             self._put_off = deliver
             return
         self.broken_off()
@@ -291,7 +292,7 @@ class GradientRelease(Technique, Updating, EarlyUpdates):
         Raises:
             RefusalError: it has come to a loop that goes on, as one that skips a batch, when some weights were updated.
         """
-        if not self._passes or torch._C._current_graph_task_id() != -1:
+        if not self._passes or is_in_backward():
             return
         if self._has_released and not (self._watch.is_resumed or self._is_broken):
             raise self._refusal("the loop goes on after an error has ended a backward pass", reasons.LEAVE_OUT)
@@ -309,7 +310,7 @@ class GradientRelease(Technique, Updating, EarlyUpdates):
     # -- a step --------------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # recomputed in a backward pass
+        if is_in_backward():  # recomputed in a backward pass
             return call(*args, **kwargs)
         self._notice_broken_pass()
         self._watch_no_more()
@@ -365,7 +366,7 @@ class GradientRelease(Technique, Updating, EarlyUpdates):
             yield from (key for (key, _), count in zip(there, counts, strict=True) if count)
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._is_called_between |= bool(self._complete) and torch._C._current_graph_task_id() == -1
+        self._is_called_between |= bool(self._complete) and not is_in_backward()
         return call(*args, **kwargs)
 
     def _completed(self, parameter: nn.Parameter) -> None:

@@ -347,7 +347,7 @@ class OffloadActivations(Offload, SeenInCalls, OwnMemory):
         self._model = workload.model
         self.spill = Spill(self._tier(workload.device), pooled=True)
         self._reads_in_place = workload.device.type == "cpu"
-        self._is_twin = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
+        self._is_twin = not workload.has_values
         undo.callback(self._forget_pool)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
 from memlab.runtime.mechanisms import Turns
@@ -134,7 +135,7 @@ class Lending(WatchedTensors, Turns):
 
     def rest_again(self, parameters: Sequence[Parameter] | None = None) -> None:
         """Put to rest what nobody holds, of all parameters or some; within a backward pass nothing."""
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             return
         home = self._streaming.link.device
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

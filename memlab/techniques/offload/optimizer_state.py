@@ -27,10 +27,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
-from memlab.runtime.mechanisms import OwnMemory, State, StateForm, Stepper, Updating, Visiting, brought
+from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.optimizer_step import foreign_stepper
 from memlab.runtime.ownership import parameters_in
-from memlab.runtime.state_entries import PackedState, kept_of
+from memlab.runtime.state_entries import PackedState, State, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Technique, Traits

@@ -38,13 +38,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
-from memlab.runtime.backward import is_added
+from memlab.runtime.backward import is_added, is_in_backward
 from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved, storage_of
 from memlab.runtime.loop_reading import made_one_graph, of_one_graph
-from memlab.runtime.mechanisms import LoopChecks, OwnMemory, SeenInCalls, State, StateForm, Visiting
+from memlab.runtime.mechanisms import LoopChecks, OwnMemory, SeenInCalls, StateForm, Visiting
 from memlab.runtime.modules import repeated_blocks
+from memlab.runtime.state_entries import State
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
@@ -246,7 +247,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
 
     def _leave_broken_pass(self) -> None:
         """Put to rest what a backward pass that broke off has left on the device; within one nothing."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._streaming.pass_ended()
             self._gradients.pass_ended()
 

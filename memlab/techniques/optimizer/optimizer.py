@@ -27,10 +27,10 @@ from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
 from memlab.runtime.buckets import group_of
-from memlab.runtime.mechanisms import OwnMemory, State, StateForm, Stepper, Updating
+from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating
 from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.ownership import parameters_in
-from memlab.runtime.state_entries import PackedState, kept_of, set_state
+from memlab.runtime.state_entries import PackedState, State, kept_of, set_state
 from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Technique, Traits

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.backward import around_backward_passes, is_in_backward
 from memlab.runtime.graphs import Beginning, are_batched
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.lifetimes import called_while_alive
@@ -156,7 +156,7 @@ class LossScale(Skipping):
         if self._is_off:
             yield
             return
-        within = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        within = torch._C._current_autograd_node() if is_in_backward() else None
         if within is not None and not any(id(within) in nodes for nodes in self._outside):
             yield  # a pass in the middle of a call, whose gradients are scaled
             return

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.mechanisms import OwnMemory, State, StateForm, Updating
-from memlab.runtime.state_entries import PackedState, held_states, kept_of
+from memlab.runtime.mechanisms import OwnMemory, StateForm, Updating
+from memlab.runtime.state_entries import PackedState, State, held_states, kept_of
 from memlab.runtime.state_layers import shown
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import ParkedStates

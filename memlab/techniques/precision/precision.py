@@ -29,7 +29,7 @@ from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import as_fp32, without_autocast
-from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.backward import around_backward_passes, is_in_backward
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held
@@ -238,7 +238,7 @@ class PrecisionChoice(Technique, LoopChecks):
         model = self._model()
         if self._pure is not None and model is not None:
             self._refuse_hooks_together(model)
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             # run again by the loop's own checkpointing, which ends it by an exception
             return self._lowered(call, args, kwargs)
         model = None if self._is_looked_at else model
@@ -303,7 +303,7 @@ class PrecisionChoice(Technique, LoopChecks):
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._pure is None:
             return call(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1 or why_as_written():
+        if is_in_backward() or why_as_written():
             return self._lowered(call, args, kwargs)
         return self._looked_at(self._model(), call, args, kwargs)
 

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.runtime.autocast import as_fp32, without_autocast
-from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.backward import around_backward_passes, is_in_backward
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.callers import is_in_hook
 from memlab.runtime.graphs import Beginning, nodes_of
@@ -205,7 +205,7 @@ class PureBf16(Updating, Turns, SeenInCalls):
     ) -> Any:
         """A call of a part: by the model, by a backward pass that runs it again, or by the loop."""
         is_within = threading.get_ident() in self._inside
-        if not is_within and _is_in_backward():
+        if not is_within and is_in_backward():
             self._lend_to_backward()
             # what it is given tells who had called it
             given = {leaf.dtype for leaf in tensors_in((args, kwargs)) if leaf.is_floating_point()}
@@ -255,7 +255,7 @@ class PureBf16(Updating, Turns, SeenInCalls):
         """Return whether this thread is within the model or a backward pass, which compute with weights as they are kept."""
         if threading.get_ident() in self._inside:
             return True
-        return _is_in_backward() and not (frame is not None and is_in_hook(frame))
+        return is_in_backward() and not (frame is not None and is_in_hook(frame))
 
     # -- what the loop sees --------------------------------------------------------------------
 
@@ -333,10 +333,6 @@ def _require_in_force(pure: PureBf16 | None) -> None:
             "this was computed with weights in pure bf16, which was taken off before its backward pass",
             "compute it again, or take pure bf16 off after backward()",
         )
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def as_bf16(leaf: Any) -> Any:
