@@ -71,24 +71,24 @@ class Updating:
         return None
 
     def bucket_coming(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
-        """Some parameters will be updated next, or as soon as those are that were announced before them."""
+        """Prepare an update of some parameters, which comes next, or as soon as those are updated that were announced before them."""
 
     def around_update(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> AbstractContextManager[None]:
-        """Context in which a bucket of parameters is updated."""
+        """Return the context in which a bucket of parameters is updated."""
         return nullcontext()
 
     def bucket_updated(self, optimizer: Optimizer, parameters: Sequence[Parameter]) -> None:
-        """Some parameters have been updated, within a step."""
+        """Act once some parameters have been updated, within a step."""
 
     def buckets_over(self, optimizer: Optimizer) -> None:
-        """No bucket is under way any more: the update is complete, or it was broken off."""
+        """Act once no bucket is under way any more: the update is complete, or it was broken off."""
 
 
 class Visiting:
     """Parameters that are kept elsewhere, and come to the device for an update, so that buckets are kept small."""
 
     def at_home(self, parameters: Sequence[Parameter], *, updates: bool = True) -> AbstractContextManager[None]:
-        """Context in which parameters are on the device they are used on.
+        """Return the context in which parameters are on the device they are used on.
 
         Args:
             parameters: some of the model's.
@@ -126,17 +126,17 @@ class EarlyUpdates:
     only_watches: bool = False
 
     def broken_off(self) -> None:
-        """The loop was left in the middle of a step, and begins anew with its next forward."""
+        """Forget the step under way: the loop was left in the middle of it, and begins anew with its next forward."""
 
 
 class Turns:
     """What the loop sees of parameters, where it is not what the model computes with."""
 
     def taken_over(self) -> None:
-        """The loop calls the model, or the plan is about to change: who looks at weights next is not the loop."""
+        """Show the model's own: the loop calls the model, or the plan is about to change."""
 
     def handed_back(self) -> None:
-        """The call or the change is over, and the loop goes on."""
+        """Show the loop's own: the call or the change is over."""
 
 
 class LoopChecks:
@@ -166,7 +166,7 @@ class SeenInCalls:
     was_reached: bool = False
 
     def trial_over(self) -> None:
-        """Forwards and backward passes since the step began were a trial: forget how much they took."""
+        """Forget how much forwards and backward passes since the step began took: they were a trial."""
 
 
 @dataclass(frozen=True)

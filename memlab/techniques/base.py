@@ -150,7 +150,7 @@ class Technique:
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
-        """The part of the plan that `check` and what is attached depend on; equal settings are kept when a plan changes."""
+        """Return the part of the plan that `check` and what is attached depend on; equal settings are kept when a plan changes."""
         return getattr(plan, cls.field)
 
     # -- asked before anything is touched: each raises `RefusalError` with the reason and the nearest thing that works ---
@@ -170,7 +170,7 @@ class Technique:
         """Change a live optimizer, now or when it is first seen; register the undo."""
 
     def close(self) -> None:
-        """The technique is out for good: drop what its undo had to leave, or, where it never came in, what lies outside of the workload."""
+        """Drop what the undo had to leave, once it is out for good; where it never came in, what lies outside of the workload."""
 
     # -- while it is in ---------------------------------------------------------------------------
 
@@ -183,10 +183,10 @@ class Technique:
         return call(*args, **kwargs)
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
+        """Act when the loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Called after each update, skipped or not."""
+        """Act after each update, skipped or not."""
 
 
 def is_around_calls(technique: Technique) -> bool:
