@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import reduce
 
 import torch
 
@@ -12,7 +12,7 @@ from memlab.runtime.mechanisms import EarlyUpdates, SeenInCalls, brought
 from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce
 from memlab.session.log import Log
-from memlab.techniques.base import Technique, is_around_calls
+from memlab.techniques.base import is_around_calls
 
 _WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
 
@@ -103,13 +103,5 @@ class Usage:
             on_updates = [t for t in techniques if t.traits.is_of_optimizer or brought([t], EarlyUpdates)]
             idle = [] if self._workload.optimizers else on_updates
             why, advice = f"no optimizer updates {self._workload.name}", "train it with one of torch.optim"
-        return f"{self._settings_of(idle)} had no effect: {why}; {advice}" if idle else None
-
-    def _settings_of(self, techniques: list[Technique]) -> Plan:
-        plan = self._in_force.plan
-        settings = {t.field: getattr(plan, t.field) for t in techniques}
-        if "offload" in settings:  # one field for several techniques
-            settings["offload"] = tuple(
-                pair for pair in plan.offload if any(t.wanted(Plan(offload=(pair,))) for t in techniques)
-            )
-        return replace(Plan(), **settings)
+        settings = (each for each in self._in_force.plan.settings() if any(t.wanted(each) for t in idle))
+        return f"{reduce(Plan.joined, settings, Plan())} had no effect: {why}; {advice}" if idle else None
