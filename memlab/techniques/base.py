@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -52,6 +52,7 @@ class Description:
 HOLDS_GRADIENTS = "the loop holds gradients beside its weights (in a list, or as views)"
 
 ModelCall = Callable[..., Any]
+_T = TypeVar("_T", bound="Technique")
 
 
 @dataclass
@@ -84,9 +85,10 @@ class Host:
     say: Callable[[str], None] = lambda _text: None  # for the log, by a technique that leaves
     coming: Callable[[], Plan] = Plan  # the plan that a change is about to bring
 
-    def predecessor(self, technique: Technique) -> Technique | None:
+    def predecessor(self, technique: _T) -> _T | None:
         """Return the technique of the same kind that is in force, and makes way for one that is asked by `Technique.check`."""
-        return next((each for each in self.techniques() if type(each) is type(technique)), None)
+        kind = type(technique)
+        return next((each for each in self.techniques() if type(each) is kind), None)
 
 
 @dataclass(frozen=True)

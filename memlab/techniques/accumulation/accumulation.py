@@ -52,8 +52,8 @@ from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import is_within_checkpoint
-from memlab.runtime.hooks import is_compiled
-from memlab.runtime.mechanisms import LoopChecks, SeenInCalls, brought
+from memlab.runtime.hooks import chained, is_compiled
+from memlab.runtime.mechanisms import ChangedParameters, LoopChecks, SeenInCalls, brought
 from memlab.runtime.modules import CacheOff, refuse_kept_weights
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
@@ -171,14 +171,13 @@ class Accumulation(Technique, LoopChecks, SeenInCalls):
                 )
             self._condition = self._condition_of(whole, surroundings)
         if self._condition not in self._probes:
-            run = self._in_bf16 if self.plan.precision is Precision.PURE_BF16 else None
-            self._probes[self._condition] = Probe(self._model, self._name, self._per_part, run)
+            self._probes[self._condition] = Probe(self._model, self._name, self._per_part, self._as_changed)
         return self._probes[self._condition]
 
-    def _in_bf16(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward in the precision of its parameters, as the technique below runs it."""
-        below = next(each for each in self.host.techniques() if each.field == "precision")
-        return below.evaluate(self._model.forward, args, kwargs)
+    def _as_changed(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward with parameters as other techniques have made them."""
+        below = [each.evaluate for each in self.host.techniques() if brought([each], ChangedParameters)]
+        return chained(below, self._model.forward)(*args, **kwargs)
 
     def _forget(self) -> None:
         del self._model

@@ -122,7 +122,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
                 f"params: {workload.name} repeats no block (a ModuleList or Sequential of several modules that have parts, all of one class)",
                 "use --offload optimizer,activations",
             )
-        if not isinstance(self.host.predecessor(self), OffloadParams) and any(
+        if self.host.predecessor(self) is None and any(
             gradient_is_held(p) for block in blocks for p in block.parameters()
         ):
             raise RefusalError(
@@ -130,7 +130,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
                 f"params: {HOLDS_GRADIENTS}, which would be others off the device",
                 "use --offload optimizer,activations, or drop them first (optimizer.zero_grad())",
             )
-        if not isinstance(self.host.predecessor(self), OffloadParams) and not _movable(workload.model, blocks):
+        if self.host.predecessor(self) is None and not _movable(workload.model, blocks):
             raise RefusalError(
                 self.field,
                 f"params: no parameter in the blocks of {workload.name} is large enough ({SMALL_ELEMENTS} elements) "

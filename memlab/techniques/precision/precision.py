@@ -134,7 +134,7 @@ class PrecisionChoice(Technique, LoopChecks):
         precision = self.plan.precision
         # pure bf16 may be what is to be changed
         before = self.host.predecessor(self)
-        masters = before._masters if isinstance(before, PrecisionChoice) else self._masters
+        masters = self._masters if before is None else before._masters
         dtypes = {masters.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
         if precision is Precision.TF32 and workload.device.type != "cuda":
             raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
