@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -91,10 +92,21 @@ class Host:
         return next((each for each in self.techniques() if type(each) is kind), None)
 
 
+class Reduces(StrEnum):
+    """What techniques reduce, as a receipt has it; in the order of the cheat sheet."""
+
+    ACTIVATIONS = "Activations"
+    MODEL_STATES = "Moments, gradients, weights"
+    FORMATS = "Number formats"
+    ENGINES = "Engines"
+    OTHER = "Other settings"
+
+
 @dataclass(frozen=True)
 class Traits:
     """Facts of a kind of technique, the same under all its settings."""
 
+    reduces: Reduces = Reduces.OTHER
     # modules and parameters are others because of it: it is put in before the others, and these are put in anew when it
     # comes or goes
     comes_first: bool = False

@@ -18,7 +18,7 @@ from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime.mechanisms import OwnMemory, WholeSteps
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique, Traits
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 
 Optimizer = torch.optim.Optimizer
 
@@ -93,7 +93,7 @@ class Scaling(Technique, WholeSteps):
             gives_nothing="one process without --offload",
         ),
     )
-    traits = Traits(is_engine=True)
+    traits = Traits(Reduces.ENGINES, is_engine=True)
     # the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`
     makers: ClassVar[list[EngineMaker]] = []
 

@@ -68,7 +68,7 @@ from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Division, Layout, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict
-from memlab.techniques.base import Description, ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.checkpointing.compiled import uncompiled
 
 _FULL = (Precision.KEEP, Precision.FP32)
@@ -86,6 +86,7 @@ class Accumulation(Technique, LoopChecks, SeenInCalls):
     """
 
     field = "accumulation"
+    traits = Traits(Reduces.ACTIVATIONS)
     descriptions = (
         Description(
             flags="--accumulate N",

@@ -37,7 +37,7 @@ from memlab.techniques.adapters import injected
 from memlab.techniques.adapters.groups import ExchangedGroups
 from memlab.techniques.adapters.injected import InjectedAdapters, adapters_of, note_adapters
 from memlab.techniques.adapters.targets import FIELD, targets_of
-from memlab.techniques.base import Description, Technique, Traits, process_count
+from memlab.techniques.base import Description, Reduces, Technique, Traits, process_count
 from memlab.units import format_bytes
 
 Optimizer = torch.optim.Optimizer
@@ -68,7 +68,7 @@ class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
             "as `--lora`",
         ),
     )
-    traits = Traits(comes_first=True, needs_uncompiled=True)
+    traits = Traits(Reduces.MODEL_STATES, comes_first=True, needs_uncompiled=True)
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

@@ -38,7 +38,7 @@ from memlab.runtime.rng import Randomness
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.checkpointing import segments
 from memlab.techniques.checkpointing.budget import Budget
 from memlab.techniques.checkpointing.compiled import CompiledParts
@@ -62,6 +62,7 @@ class ActivationCheckpointing(Technique, SeenInCalls):
     """
 
     field = "checkpointing"
+    traits = Traits(Reduces.ACTIVATIONS)
     descriptions = (
         Description(
             flags="--checkpoint",

@@ -24,7 +24,7 @@ from memlab.runtime.loop_reading import made_one_graph
 from memlab.runtime.mechanisms import LoopChecks, Updating
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, Technique, Traits
+from memlab.techniques.base import Description, Reduces, Technique, Traits
 from memlab.techniques.chunked_loss.deferred import DeferredLogits
 from memlab.techniques.chunked_loss.tiles import in_tiles
 
@@ -39,7 +39,7 @@ class ChunkedLoss(Technique, Updating, LoopChecks):
     """
 
     field = "loss"
-    traits = Traits(needs_uncompiled=True)
+    traits = Traits(Reduces.ACTIVATIONS, needs_uncompiled=True)
     descriptions = (
         Description(
             flags="--chunk-loss",

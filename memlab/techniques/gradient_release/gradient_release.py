@@ -72,7 +72,7 @@ from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique, process_count
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits, process_count
 from memlab.techniques.gradient_release import reasons
 from memlab.techniques.gradient_release.groups import hear_no_more, hear_of_groups, hearing
 from memlab.techniques.gradient_release.later_uses import use_of_gradients
@@ -117,6 +117,7 @@ class GradientRelease(Technique, Updating, EarlyUpdates):
     """
 
     field = "gradients"
+    traits = Traits(Reduces.MODEL_STATES)
     descriptions = (
         Description(
             flags="--release-grads",

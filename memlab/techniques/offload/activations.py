@@ -34,7 +34,7 @@ from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.mechanisms import OwnMemory, SeenInCalls
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall
+from memlab.techniques.base import Description, ModelCall, Reduces, Traits
 from memlab.techniques.offload.spill import Offload, Spill
 from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
@@ -323,6 +323,7 @@ class OffloadActivations(Offload, SeenInCalls, OwnMemory):
     """
 
     what = Offloaded.ACTIVATIONS
+    traits = Traits(Reduces.ACTIVATIONS)
     descriptions = (
         Description(
             flags="--offload activations",

@@ -33,7 +33,7 @@ from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, State, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, Technique, Traits
+from memlab.techniques.base import Description, Reduces, Technique, Traits
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
 from memlab.techniques.offload.spill import Offload, Spill, is_spilled
@@ -68,7 +68,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
             gives_nothing="the peak is in an update that holds one large parameter; the optimizer keeps no state",
         ),
     )
-    traits = Traits(is_of_optimizer=True)
+    traits = Traits(Reduces.MODEL_STATES, is_of_optimizer=True)
     state_per_step = True
 
     def __init__(self, plan: Plan) -> None:

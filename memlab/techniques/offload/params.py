@@ -49,7 +49,7 @@ from memlab.runtime.state_entries import State
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Traits, process_count
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Reduces, Traits, process_count
 from memlab.techniques.offload.block_streaming import (
     PLAIN,
     BlockStreaming,
@@ -71,7 +71,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
     """Stream the parameters of repeated blocks; see the module for the rules and the known limitations."""
 
     what = Offloaded.PARAMS
-    traits = Traits(needs_uncompiled=True)
+    traits = Traits(Reduces.MODEL_STATES, needs_uncompiled=True)
     was_reached = True
     descriptions = (
         Description(

@@ -33,7 +33,7 @@ from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, State, kept_of, set_state
 from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Technique, Traits
+from memlab.techniques.base import Reduces, Technique, Traits
 from memlab.techniques.offload.spill import ParkedStates
 from memlab.techniques.optimizer.replacements import (
     REPLACEMENTS,
@@ -60,7 +60,7 @@ class OptimizerConversion(Technique, StateForm, Updating, OwnMemory):
 
     field = "optimizer"
     descriptions = tuple(row.description for row in REPLACEMENTS.values() if row.description is not None)
-    traits = Traits(is_of_optimizer=True)
+    traits = Traits(Reduces.MODEL_STATES, is_of_optimizer=True)
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

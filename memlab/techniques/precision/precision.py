@@ -39,7 +39,7 @@ from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Technique
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.precision.cast_outputs import CastOutputs
 from memlab.techniques.precision.first_call import (
     AUTOCAST_DTYPES,
@@ -79,6 +79,7 @@ class PrecisionChoice(Technique, LoopChecks):
     """
 
     field = "precision"
+    traits = Traits(Reduces.FORMATS)
     descriptions = (
         Description(
             flags="--bf16",

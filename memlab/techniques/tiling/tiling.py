@@ -41,7 +41,7 @@ from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
-from memlab.techniques.base import Description, ModelCall, Technique, Traits
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.checkpointing.recomputation import RecomputationCheck, contexts
 from memlab.techniques.chunked_loss import large_heads
 from memlab.techniques.tiling.feed_forward import (
@@ -69,7 +69,7 @@ class Tiling(Technique, SeenInCalls):
     """
 
     field = "tiling"
-    traits = Traits(needs_uncompiled=True)
+    traits = Traits(Reduces.ACTIVATIONS, needs_uncompiled=True)
     was_reached = True
     descriptions = (
         Description(
