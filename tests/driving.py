@@ -11,9 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.plan import Plan
+from memlab.runtime.mechanisms import StateForm
 from memlab.runtime.optimizer_step import run_step, take_over
+from memlab.runtime.state_entries import State
 from memlab.runtime.state_layers import apply_layer, canonical_state_dict, pack_loaded, remove_layer
-from memlab.techniques.base import State, Technique
+from memlab.techniques.base import Technique
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.transfers import settle
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
@@ -223,11 +225,10 @@ def _go_back(model: torch.nn.Module, optimizer: Optimizer, start: Snapshot) -> N
                 optimizer.state[parameter][key] = copy.copy(value)
 
 
-class Doubling(Technique):
+class Doubling(Technique, StateForm):
     """Keeps tensors doubled; to see when state is packed."""
 
     field = "offload"
-    changes_state = True
 
     def __init__(self, name: str, log: list[str], per_step: bool) -> None:
         super().__init__(Plan())

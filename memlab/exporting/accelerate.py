@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memlab.exporting.parts import (
-    adapters_config,
+    by_code_of_torch,
     has_switch_for_checkpointing,
     header,
     indent,
@@ -12,7 +12,7 @@ from memlab.exporting.parts import (
     stage_of,
     wanted,
 )
-from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import Gradients, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
 _MIXED_PRECISION = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
@@ -98,9 +98,7 @@ def _script_notes(plan: Plan, kind: str) -> list[str]:
         ("the forward pass under torch.autograd.graph.save_on_cpu(pin_memory=True)", activations is not None),
         ("activations on disk: Accelerate has nothing for files, the line above keeps them in host memory",
          activations is Tier.DISK),
-        ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
-        (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
-        ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
+        *((line, True) for line in by_code_of_torch(plan)),
         ("gradient release: Accelerate has nothing for it; update_in_backward in memlab.export(plan, to='torch')",
          plan.gradients is Gradients.RELEASE),
     ))  # fmt: skip

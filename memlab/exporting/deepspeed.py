@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting.parts import adapters_config, one_line_optimizer, stage_of, torchrun, wanted
-from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.exporting.parts import by_code_of_torch, not_written, one_line_optimizer, stage_of, torchrun, wanted
+from memlab.plan import Gradients, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
 
@@ -14,7 +14,7 @@ def to_deepspeed(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     """Return the JSON file of a plan."""
     start = [] if scale is None else [f"{torchrun(nproc)}, or deepspeed --num_gpus {nproc} train.py"]
     flags, stage = str(plan if scale is None else scale), stage_of(plan, scale)
-    notes = [flags, *start, *_notes(plan)] if flags else []
+    notes = [flags, *not_written(plan), *start, *_notes(plan)] if flags else []
     config: dict[str, Any] = {
         # JSON has no comments; DeepSpeed passes over names it does not know at this level
         **({"memlab_notes": notes} if notes else {}),
@@ -99,9 +99,7 @@ def _notes(plan: Plan) -> list[str]:
         ("activations without checkpointing: the forward pass under torch.autograd.graph.save_on_cpu",
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
-        ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
-        (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
-        ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),
+        *((line, True) for line in by_code_of_torch(plan)),
         ("gradient release: DeepSpeed updates after the backward pass and keeps gradients until then",
          plan.gradients is Gradients.RELEASE),
     ))  # fmt: skip

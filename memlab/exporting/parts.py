@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memlab.errors import PlanError
-from memlab.plan import Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan.fields import BY_NAME
 from memlab.plan.scale import Scale
 from memlab.plan.settings import zero_stage
 from memlab.techniques.checkpointing.selective import KEPT
 from memlab.techniques.optimizer.replacements import REPLACEMENTS, Replacement
 
+# fields of a plan that targets write, or say something about
+WRITTEN = frozenset((
+    "accumulation", "batchnorm", "checkpointing", "precision", "optimizer", "offload", "loss", "gradients", "tiling", "adapters",
+    "scale",
+))  # fmt: skip
+
 
 def header(plan: Plan | Scale) -> str:
-    """Return the comment that names the plan."""
-    return f"# memlab plan: {str(plan) or 'none, as written'}"
+    """Return the comment that names the plan, and what of it is not written."""
+    left_out = [f"# {line}" for line in not_written(plan.plan if isinstance(plan, Scale) else plan)]
+    return "\n".join([f"# memlab plan: {str(plan) or 'none, as written'}", *left_out])
+
+
+def not_written(plan: Plan) -> list[str]:
+    """Return the line about settings that no target has; nothing where there are none."""
+    flags = [BY_NAME[name].show(getattr(plan, name)) for name in plan.changes() if name not in WRITTEN]
+    return [f"left out, since only memlab does it: {' '.join(flags)}"] if flags else []
 
 
 def torchrun(nproc: int) -> str:
@@ -85,6 +99,16 @@ def adapters_config(plan: Plan) -> str:
         else 'target_modules="all-linear"'
     )
     return f"LoraConfig({', '.join(settings)})"
+
+
+def by_code_of_torch(plan: Plan) -> list[str]:
+    """Return how a script does what configuration files have no entry for."""
+    there = "in memlab.export(plan, to='torch')"
+    return wanted((
+        (f"chunked loss: chunked_loss {there}", plan.loss is Loss.CHUNKED),
+        (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
+        (f"tiled layers: tile_feed_forwards {there}", plan.tiling > 1),
+    ))  # fmt: skip
 
 
 _KEPT = "".join(f"        aten.{name}.default,\n" for name in KEPT)

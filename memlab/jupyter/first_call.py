@@ -25,6 +25,7 @@ from memlab.errors import MemlabError
 from memlab.jupyter.cell_observers import StaleOptimizers
 from memlab.jupyter.cell_records import TakenModels
 from memlab.jupyter.cells import CellErrors
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.hooks import calls_under_way
 from memlab.runtime.lazy import requires_grad
@@ -133,7 +134,7 @@ class FirstTrainingCall(FirstCall):
         return super().__enter__()
 
     def _counts(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        if torch._C._current_graph_task_id() >= 0:
+        if is_in_backward():
             return False  # computed again in a backward pass
         if not torch.is_grad_enabled():
             return False

@@ -56,6 +56,7 @@ from memlab.measuring.observation import (
 )
 from memlab.measuring.operator_effects import EFFECTS, OperatorEffect
 from memlab.records import Category, Phase
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.dispatch import WatchingMode, defers, is_within_compiled_call
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.tree import tensors_in
@@ -330,7 +331,7 @@ class Ledger(WatchingMode):
 
     def _in_backward(self) -> bool:
         """Return whether an operator of a backward pass is about to be recorded, and note of which function."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             return False
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
@@ -380,7 +381,7 @@ class Ledger(WatchingMode):
             self._events.append((perf_counter(), change_bytes, alive.number, self._now()))
 
     def _now(self) -> int:
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             return self._moment
         return RECOMPUTE if torch.is_grad_enabled() else BACKWARD
 

@@ -69,6 +69,7 @@ class PlanField:
     # whether one value keeps or raises what another one does; by default the same one, or any over the default
     covers: Callable[[Any, Any], bool] | None = None
     searched: tuple[str, ...] = ()  # values that a search considers
+    is_list: bool = False  # whether a value lists settings that are there side by side, as pairs of what and how
     untrained: str = "it works on training only"  # why it means nothing where nothing is trained
     # whether it goes by what the optimizer updates, so that a cell's plan comes when the optimizer is there
     needs_optimizer: bool = False
@@ -83,6 +84,14 @@ class PlanField:
         if smaller in (larger, self.default) or (self.covers is not None and self.covers(larger, smaller)):
             return True
         return {larger, smaller} <= {*self.alike} and self.alike.index(larger) > self.alike.index(smaller)
+
+    def parts(self, value: Any) -> tuple[Any, ...]:
+        """Return the settings that a value stands for, each as a value of its own."""
+        return tuple((pair,) for pair in value) if self.is_list else (value,)
+
+    def joined(self, one: Any, other: Any) -> Any:
+        """Return the value with another one added: in its place, or beside what it lists."""
+        return tuple((dict(one) | dict(other)).items()) if self.is_list else other
 
     def is_same(self, one: Any, other: Any) -> bool:
         """Return whether two values compute the same."""
@@ -207,7 +216,7 @@ FIELDS: tuple[PlanField, ...] = (
             "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
             "params,optimizer,activations",
         ),
-        offer="optimizer", title="Offload", is_exact=True, is_beside_engines=True, doubt=3.0,
+        offer="optimizer", title="Offload", is_exact=True, is_list=True, is_beside_engines=True, doubt=3.0,
         covers=lambda larger, smaller: set(smaller) <= set(larger),
         searched=("none", "optimizer", "activations", "optimizer,activations"),
         untrained="no optimizer runs, and no activations are kept",

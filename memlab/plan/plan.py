@@ -72,9 +72,7 @@ class Plan:
     def __post_init__(self) -> None:
         for spec in FIELDS:
             value = getattr(self, spec.name)
-            if spec.name == "offload" and not isinstance(value, str):
-                value = ",".join(f"{what}:{where}" for what, where in value)
-            object.__setattr__(self, spec.name, spec.parse(str(value)))
+            object.__setattr__(self, spec.name, spec.parse(value if isinstance(value, str) else spec.write(value)))
         for excludes, words in _CONFLICTS:
             if excludes(self):
                 raise PlanError(words)
@@ -111,6 +109,31 @@ class Plan:
             for spec in FIELDS
             if getattr(self, spec.name) != (spec.default if since is None else getattr(since, spec.name))
         )
+
+    def settings(self) -> Iterator[Plan]:
+        """Yield plans with one setting each, of those that differ from the defaults.
+
+        Example:
+            >>> [plan.label for plan in Plan.parse("--bf16 --offload optimizer,activations").settings()]
+            ['--bf16', '--offload activations', '--offload optimizer']
+        """
+        for name in self.changes():
+            yield from (Plan(**{name: part}) for part in BY_NAME[name].parts(getattr(self, name)))
+
+    def joined(self, other: Plan) -> Plan:
+        """Return the plan with the settings of another one; what is off the device already stays off it.
+
+        Raises:
+            PlanError: the two exclude each other.
+
+        Example:
+            >>> str(Plan.parse("--accumulate 2 --offload optimizer").joined(Plan.parse("--offload activations")))
+            '--accumulate 2 --offload activations,optimizer'
+            >>> str(Plan.parse("--checkpoint selective").joined(Plan.parse("--checkpoint")))
+            '--checkpoint'
+        """
+        values = {name: (getattr(self, name), getattr(other, name)) for name in other.changes()}
+        return replace(self, **{name: BY_NAME[name].joined(*both) for name, both in values.items()})
 
     @property
     def is_exact(self) -> bool:

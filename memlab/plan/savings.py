@@ -38,6 +38,7 @@ class Saving:
     what: Offloaded | None = None  # of what is offloaded, the part that it is about
     is_in_update: bool = False  # whether it lowers what the optimizer's update needs
     is_of_optimizer: bool = False  # whether it needs an optimizer
+    is_in_evaluation: bool = False  # whether it lowers what calls without gradients need
 
     def of(self, plan: Plan) -> Any:
         """Return its value in a plan."""
@@ -56,7 +57,7 @@ class Saving:
 
 def _off_device(what: Offloaded, words: str, cost: float, **facts: bool) -> Saving:
     costs, stronger = lambda tier: cost if tier else 1.0, lambda tier, _rows, _half: tier or Tier.AUTO
-    return Saving("offload", lambda *_: words, costs, stronger, (what,), what, **facts)
+    return Saving("offload", lambda *_: words, costs, stronger, (what,), what, is_in_evaluation=True, **facts)
 
 
 def _rows_at_a_time(before: int, after: int, rows: int) -> str:

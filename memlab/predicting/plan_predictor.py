@@ -44,6 +44,7 @@ from memlab.predicting.segments import (
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category, Measurement
 from memlab.runtime.batch import Batch
+from memlab.runtime.mechanisms import LoopChecks, brought
 from memlab.runtime.ownership import needs_closure
 from memlab.runtime.reach import SMALL_BYTES
 from memlab.runtime.workload import Workload
@@ -210,7 +211,8 @@ class PlanPredictor:
             key = (kind, kind.setting(plan))
             if key not in self._refusals:
                 technique = kind(plan)
-                asked = [_asked(ask, twin) for ask in (technique.check, technique.check_modes) for twin in twins]
+                checks = [technique.check, *(each.check_modes for each in brought([technique], LoopChecks))]
+                asked = [_asked(ask, twin) for ask in checks for twin in twins]
                 asked += [
                     _asked(technique.check_optimizer, optimizer) for twin in twins for optimizer in twin.optimizers
                 ]

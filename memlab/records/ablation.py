@@ -16,7 +16,7 @@ Rules of the ablation:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memlab.errors import MemlabError
 from memlab.plan import Plan, PlanField
@@ -172,32 +172,14 @@ def technique_words(before: Plan, after: Plan) -> str:
     return f"{said}; {'same gradient' if after.has_numbers_of(before) else 'changes numerics'}"
 
 
-def added(plan: Plan, technique: Plan) -> Plan:
-    """A plan with one more technique; what is off the device already stays off it.
-
-    Raises:
-        PlanError: the two exclude each other.
-
-    Example:
-        >>> str(added(Plan.parse("--accumulate 2 --offload optimizer"), Plan.parse("--offload activations")))
-        '--accumulate 2 --offload activations,optimizer'
-        >>> str(added(Plan.parse("--checkpoint selective"), Plan.parse("--checkpoint")))
-        '--checkpoint'
-    """
-    settings = {name: getattr(technique, name) for name in technique.changes()}
-    if "offload" in settings:
-        settings["offload"] = tuple((dict(plan.offload) | dict(technique.offload)).items())
-    return replace(plan, **settings)
-
-
 def _setting_words(spec: PlanField, before: Plan, after: Plan) -> str:
-    value = getattr(after, spec.name)
-    if spec.name == "offload":
-        value = tuple(item for item in value if item not in before.offload)
+    value, earlier = getattr(after, spec.name), getattr(before, spec.name)
+    if spec.is_list:
+        value = tuple(pair for pair in value if pair not in earlier)
     text = spec.text(value)
-    if spec.name == "loss":
+    if len(spec.choices) == 2 and text not in spec.names:
         return spec.title  # its only value is its name
-    instead = spec.text(getattr(before, spec.name)) if spec.name in before.changes() and spec.name != "offload" else ""
+    instead = spec.text(earlier) if spec.name in before.changes() and not spec.is_list else ""
     return f"{spec.title}: {spec.names.get(text, text)}" + (f" instead of {instead}" if instead else "")
 
 

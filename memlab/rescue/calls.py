@@ -16,10 +16,12 @@ from memlab.rescue.guard import GuardedCall
 from memlab.rescue.start import Start, Weights
 from memlab.runtime import graphs
 from memlab.runtime.aliases import Aliases
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.batch import Batch
 from memlab.runtime.graphs import is_within_checkpoint, why_as_written
 from memlab.runtime.lifetimes import WhileAlive
 from memlab.runtime.loop_mode import has_compiled_code
+from memlab.runtime.mechanisms import EarlyUpdates, brought
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.stand_ins import have_others
 
@@ -73,7 +75,7 @@ class Calls:
         rescuer.recovery.work_begins()
         if self._derives_itself or not _can_be_guarded(self._model):
             return _as_written
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             return self._call_in_backward
         # what a rescue has come to may turn out not to apply in a later backward pass
         rescuer.is_armed = (
@@ -91,7 +93,7 @@ class Calls:
         if not rescuer.is_armed:
             return self._call_unguarded
         why = ""
-        if any(technique.updates_in_backward for technique in rescuer.session.techniques):
+        if any(each.updates_in_backward for each in brought(rescuer.session.techniques, EarlyUpdates)):
             why = "it updates parameters"
         elif have_others(parameter._backward_hooks for parameter in self._model.parameters()):
             # which would be called with None by a backward pass that does not reach the parameter

@@ -28,6 +28,7 @@ from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Precision
 from memlab.rescue.fallback import Place
 from memlab.rescue.recovery import NothingFitsError
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.batch import Batch
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.hooks import is_compiled
@@ -112,7 +113,7 @@ class Evaluations:
         if self._has_graphs and torch.is_grad_enabled() and derives(self.model, args, kwargs):
             self._note(f"a call of {self._name} in eval mode keeps its graph: put torch.no_grad() around it")
             return False
-        return not is_within_checkpoint() and torch._C._current_graph_task_id() == -1
+        return not is_within_checkpoint() and not is_in_backward()
 
     def _rescued(
         self, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int, oom: BaseException | None

@@ -156,7 +156,7 @@ def _free_savings(place: Place, keep: frozenset[str], keeps_rows: bool, has_opti
         if saving.stronger is not None
         and saving.field not in closed
         and (saving.is_in_update or place not in (Place.STEP, Place.EVALUATION))
-        and (saving.field == "offload" or place is not Place.EVALUATION)
+        and (saving.is_in_evaluation or place is not Place.EVALUATION)
         and (has_optimizer or not saving.is_of_optimizer)
     )
 

@@ -19,6 +19,7 @@ from memlab.rescue.machine import held_by_others, room_elsewhere
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError
 from memlab.runtime.fingerprints import CHANGED
+from memlab.runtime.mechanisms import SeenInCalls, brought
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release, requested_bytes
 
 if TYPE_CHECKING:
@@ -204,7 +205,11 @@ class Recovery:
             self._trouble = _Trouble(session.steps + 1, session.plan, self._work_began)
         trouble = self._trouble
         trouble.base = session.plan
-        trouble.applied |= {technique.field for technique in session.techniques if technique.applies}
+        trouble.applied |= {
+            technique.field
+            for technique in session.techniques
+            if all(each.applies for each in brought([technique], SeenInCalls))
+        }
         trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
         if (others := held_by_others(str(error))) and not self._has_named_others:
             self._has_named_others = True

@@ -35,6 +35,7 @@ from memlab.runtime.buckets import with_gradient
 from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import WatchingMode, defers
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.mechanisms import Updating, brought
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.state_layers import order_state
 from memlab.techniques.base import Technique
@@ -304,7 +305,7 @@ class Update:
                 there is another plan or more memory.
             BrokenUpdateError: what was under way is neither as before nor done.
         """
-        if any(t.changes_state or t.parameters_visit or t.stepper(self._optimizer) for t in techniques):
+        if optimizer_step.is_changed(self._optimizer, techniques):
             return self._run_in_buckets(techniques, self._copy_for)
         oom: BaseException | None = None
         try:
@@ -329,7 +330,7 @@ class Update:
         return self._run_in_buckets(techniques, self._copy_unless_room)
 
     def _run_in_buckets(self, techniques: Sequence[Technique], copy: optimizer_step.Protection) -> bool:
-        largest_first = not any(technique.draws_in_update for technique in techniques)
+        largest_first = not any(each.draws_in_update for each in brought(techniques, Updating))
         is_made = optimizer_step.run_step(
             self._optimizer, techniques, backup=copy, done=self._done, largest_first=largest_first
         )

@@ -5,6 +5,8 @@ optimizer step), `optimizer_step` an update in buckets, `state_layers` the forms
 (`state_entries` what is in its dicts), `out_of_memory` the errors,
 `interrupts` Ctrl-C, `dispatch` and `loop_mode` torch's modes, `observer` who watches, `own_steps` the steps that memlab makes itself.
 
+`mechanisms` are what techniques bring along for any of this.
+
 What techniques share: `modules` (looking into a model), `tree` (leaves of values), `lazy` (tensors computed when looked at), `rng`
 (states of all generators), `reach` (what a forward may read or change beside
 its inputs; `containers` read and fill what holds it, `model_state` restores it for a run again, `surroundings` names what has changed), `aliases` (stand-ins for parameters), `graphs` (outputs before others), `autocast`.

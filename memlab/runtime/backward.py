@@ -45,6 +45,11 @@ def _run(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         return _original(roots, *args, **kwargs)
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread is within a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_added(node: Any) -> bool:
     """Return whether the backward pass under way adds a gradient at this node of a leaf; `torch.autograd.grad` adds none there."""
     try:

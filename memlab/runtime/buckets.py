@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from memlab.runtime.mechanisms import Bringing, Visiting, brought
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import Optimizer, Parameter
-
-if TYPE_CHECKING:  # techniques import this module
-    from memlab.techniques.base import Technique
 
 LEAST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 64 * 2**20
 _SHARES = 32
@@ -51,7 +49,7 @@ def buckets(optimizer: Optimizer, bucket_bytes: int) -> Iterator[list[Parameter]
         yield bucket
 
 
-def bucket_bytes_for(optimizer: Optimizer, techniques: Sequence[Technique] = ()) -> int:
+def bucket_bytes_for(optimizer: Optimizer, techniques: Sequence[Bringing] = ()) -> int:
     """A size for buckets whose copies do not show beside a small model, and that are few beside a large one.
 
     Args:
@@ -62,8 +60,7 @@ def bucket_bytes_for(optimizer: Optimizer, techniques: Sequence[Technique] = ())
         >>> bucket_bytes_for(torch.optim.SGD([torch.nn.Parameter(torch.ones(64))], lr=0.5))
         1048576
     """
-    visits = any(technique.parameters_visit for technique in techniques)
-    return max(1 if visits else LEAST_BUCKET_BYTES, share_of(optimizer))
+    return max(1 if brought(techniques, Visiting) else LEAST_BUCKET_BYTES, share_of(optimizer))
 
 
 def share_of(optimizer: Optimizer) -> int:

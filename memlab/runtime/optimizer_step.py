@@ -27,18 +27,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memlab.runtime.buckets import bucket_bytes_for, buckets, share_of, size_of, with_gradient
 from memlab.runtime.interrupts import Caller, deferred_interrupts
+from memlab.runtime.mechanisms import Bringing, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import Optimizer, Parameter, changing, kept_of, restored, set_state
 from memlab.runtime.state_layers import SMALL_ELEMENTS, at_home, pack_again, packed, unpacked
-
-if TYPE_CHECKING:  # techniques import this module
-    from memlab.techniques.base import Stepper, Technique
 
 StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 Copy = Callable[[torch.Tensor], torch.Tensor]
@@ -204,7 +202,7 @@ def _without_gradients_of_others(optimizer: Optimizer, parameters: Sequence[Para
 
 def run_step(
     optimizer: Optimizer,
-    techniques: Sequence[Technique],  # those in force, in the order in which state was packed
+    techniques: Sequence[Bringing],  # those in force, in the order in which state was packed
     # size of a bucket, counted as the fp32 moments of its parameters; None for what is small beside the model
     # (`bucket_bytes_for`)
     bucket_bytes: int | None = None,
@@ -223,7 +221,7 @@ def run_step(
     Returns:
         False when a gradient scaler told the optimizer to skip this step, else True.
     """
-    foreign = _foreign_stepper(optimizer, techniques)
+    foreign = foreign_stepper(optimizer, techniques)
     if foreign is not None and not _serve_scaler(optimizer):
         return False
     stepper = foreign or plain_stepper(optimizer)
@@ -246,30 +244,30 @@ def run_step(
                     stepper(bucket)
                 finished.update(bucket)
                 _close_all(optimizer, bucket, layers)
-            for technique in techniques:
-                technique.bucket_updated(optimizer, bucket)
+            for each in brought(techniques, Updating):
+                each.bucket_updated(optimizer, bucket)
     return True
 
 
 @contextmanager
 def _announced(
-    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Bringing]
 ) -> Iterator[Iterator[list[Parameter]]]:
     """The buckets, each of them announced to the techniques before the one in front of it is updated."""
     try:
         yield _one_ahead(optimizer, buckets, techniques)
     finally:
-        for technique in techniques:
-            technique.buckets_over(optimizer)
+        for each in brought(techniques, Updating):
+            each.buckets_over(optimizer)
 
 
 def _one_ahead(
-    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Technique]
+    optimizer: Optimizer, buckets: Iterator[list[Parameter]], techniques: Sequence[Bringing]
 ) -> Iterator[list[Parameter]]:
     before: list[Parameter] = []
     for bucket in buckets:
-        for technique in techniques:
-            technique.bucket_coming(optimizer, bucket)
+        for each in brought(techniques, Updating):
+            each.bucket_coming(optimizer, bucket)
         if before:
             yield before
         before = bucket
@@ -277,7 +275,7 @@ def _one_ahead(
         yield before
 
 
-def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Sequence[Technique]) -> None:
+def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Sequence[Bringing]) -> None:
     """Update some parameters now, as one bucket without copies, and leave the others to the step.
 
     Example:
@@ -287,7 +285,7 @@ def update(optimizer: Optimizer, parameters: Sequence[Parameter], techniques: Se
         >>> one.item(), other.item()
         (0.5, 1.0)
     """
-    foreign = _foreign_stepper(optimizer, techniques)
+    foreign = foreign_stepper(optimizer, techniques)
     stepper = foreign or plain_stepper(optimizer)
     with _announced(optimizer, iter([list(parameters)]), techniques) as announced:
         for bucket in announced:
@@ -306,9 +304,16 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _foreign_stepper(optimizer: Optimizer, techniques: Sequence[Technique]) -> Stepper | None:
-    steppers = (technique.stepper(optimizer) for technique in reversed(techniques))
+def foreign_stepper(optimizer: Optimizer, techniques: Sequence[Bringing]) -> Stepper | None:
+    """Return what updates parameters in place of the user's optimizer: that of the last technique which has one."""
+    steppers = (each.stepper(optimizer) for each in reversed(brought(techniques, Updating)))
     return next((stepper for stepper in steppers if stepper is not None), None)
+
+
+def is_changed(optimizer: Optimizer, techniques: Sequence[Bringing]) -> bool:
+    """Return whether an update is another than the user's own, in state, in places or in what makes it."""
+    has_form, visits = bool(brought(techniques, StateForm)), bool(brought(techniques, Visiting))
+    return has_form or visits or foreign_stepper(optimizer, techniques) is not None
 
 
 def _serve_scaler(optimizer: Optimizer) -> bool:
@@ -352,7 +357,7 @@ class OwnStep:
             this one is told by its frame.
     """
 
-    def __init__(self, optimizer: Optimizer, techniques: Sequence[Technique], call: FrameType) -> None:
+    def __init__(self, optimizer: Optimizer, techniques: Sequence[Bringing], call: FrameType) -> None:
         self.optimizer = optimizer
         self._call = Caller(call)
         self._open = ExitStack()
@@ -386,7 +391,7 @@ class OwnStep:
 
 
 @contextmanager
-def _opened(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[None]:
+def _opened(optimizer: Optimizer, techniques: Sequence[Bringing]) -> Iterator[None]:
     """All state and parameters of an optimizer as its own step expects them."""
     everything = [*parameters_in(optimizer)]
     with _announced(optimizer, iter([everything]), techniques) as announced:
@@ -397,13 +402,13 @@ def _opened(optimizer: Optimizer, techniques: Sequence[Technique]) -> Iterator[N
                     yield
                 with changing(optimizer):
                     _close_all(optimizer, bucket, _layers_to_open(techniques))
-            for technique in techniques:
-                technique.bucket_updated(optimizer, bucket)
+            for each in brought(techniques, Updating):
+                each.bucket_updated(optimizer, bucket)
 
 
 @contextmanager
 def _updating(
-    optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Technique], copy: Copy | None
+    optimizer: Optimizer, bucket: Sequence[Parameter], techniques: Sequence[Bringing], copy: Copy | None
 ) -> Iterator[None]:
     layers = _layers_to_open(techniques)
     with changing(optimizer):
@@ -415,8 +420,8 @@ def _updating(
             for parameter in bucket:
                 _open(optimizer, parameter, layers)
         with ExitStack() as updating:
-            for technique in techniques:
-                updating.enter_context(technique.around_update(optimizer, bucket))
+            for each in brought(techniques, Updating):
+                updating.enter_context(each.around_update(optimizer, bucket))
             # inside, because a technique may show the update other tensors than are kept
             with before.restored_on_failure(copy):
                 yield
@@ -425,20 +430,20 @@ def _updating(
         raise
 
 
-def _layers_to_open(techniques: Sequence[Technique]) -> list[Technique]:
+def _layers_to_open(techniques: Sequence[Bringing]) -> list[StateForm]:
     """State layers from the top down to the lowest one that must be open during an update."""
-    layers = [technique for technique in techniques if technique.changes_state]
-    lowest = next((at for at, technique in enumerate(layers) if technique.state_per_step), len(layers))
+    layers = brought(techniques, StateForm)
+    lowest = next((at for at, form in enumerate(layers) if form.state_per_step), len(layers))
     return layers[lowest:]
 
 
-def _open(optimizer: Optimizer, parameter: Parameter, layers: Sequence[Technique]) -> None:
+def _open(optimizer: Optimizer, parameter: Parameter, layers: Sequence[StateForm]) -> None:
     state = optimizer.state.get(parameter)
     if state and layers:
         set_state(optimizer, parameter, unpacked(optimizer, parameter, state, layers), is_stepping=True)
 
 
-def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequence[Technique]) -> None:
+def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequence[StateForm]) -> None:
     """Pack the state of a bucket again; when interrupted, first finish, then raise."""
     waiting = [parameter for parameter in bucket if layers and optimizer.state.get(parameter)]
     try:
@@ -448,7 +453,7 @@ def _close_all(optimizer: Optimizer, bucket: Sequence[Parameter], layers: Sequen
         raise
 
 
-def _close(optimizer: Optimizer, waiting: list[Parameter], layers: Sequence[Technique]) -> None:
+def _close(optimizer: Optimizer, waiting: list[Parameter], layers: Sequence[StateForm]) -> None:
     while waiting:
         parameter = waiting[-1]
         state = packed(optimizer, parameter, optimizer.state[parameter], layers)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import register_pytree_node
@@ -23,11 +23,9 @@ from memlab.runtime.callers import is_memlab_code
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.ownership import parameters_in
 
-if TYPE_CHECKING:  # techniques import what imports this module
-    from memlab.techniques.base import State
-
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
+State = dict[str, Any]  # of one parameter
 
 # one for each optimizer, held while its state is packed, updated or put back: another thread may read an entry meanwhile
 _locks: MutableMapping[Optimizer, threading.RLock] = WeakIdKeyDictionary()

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.runtime.away import sent_away
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.mechanisms import Bringing, StateForm, Visiting, brought
 from memlab.runtime.out_of_memory import with_room
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.stand_ins import is_ours
@@ -32,6 +33,7 @@ from memlab.runtime.state_entries import (
     Optimizer,
     PackedState,
     Parameter,
+    State,
     changing,
     followed_of,
     forget_dropped,
@@ -41,11 +43,7 @@ from memlab.runtime.state_entries import (
     set_state,
 )
 
-if TYPE_CHECKING:  # techniques import this module
-    from memlab.techniques.base import State, Technique
-
-    _Mapping = Callable[["Optimizer", "Parameter", State], State]
-
+_Mapping = Callable[[Optimizer, Parameter, State], State]
 Exchanged = Callable[[], None]
 
 SMALL_ELEMENTS = 1024  # below this a copy costs a kernel launch and no memory
@@ -56,9 +54,7 @@ def shown(
     names: frozenset[str],  # those of the user's own form
     optimizer: Optimizer,
     parameter: Parameter,
-    techniques: Callable[
-        [], Sequence[Technique] | None
-    ],  # a method; what it gives is None while an update is under way
+    techniques: Callable[[], Sequence[Bringing] | None],  # a method; what it gives is None while an update is under way
     why: str,  # in words, where a name is gone
 ) -> PackedState:
     """Return state as the loop may find it, which keeps nothing alive."""
@@ -92,7 +88,7 @@ def _follow(optimizer: Optimizer, parameter: torch.Tensor, tensors: State) -> No
     followed[id(parameter)] = Followed(state, known + new)
 
 
-def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
+def _catch_up(optimizer: Optimizer, techniques: Sequence[Bringing]) -> None:
     """Give tensors that follow the state its values."""
     before = followed_of.pop(optimizer, {})
     after = {}
@@ -115,44 +111,44 @@ def _catch_up(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
         followed_of[optimizer] = after
 
 
-def at_home(techniques: Sequence[Technique], parameters: Sequence[Parameter], *, updates: bool) -> ExitStack:
+def at_home(techniques: Sequence[Bringing], parameters: Sequence[Parameter], *, updates: bool) -> ExitStack:
     """Context in which parameters are on the device they are used on, whatever techniques keep them elsewhere."""
     with ExitStack() as visiting:
-        for technique in techniques:
-            visiting.enter_context(technique.at_home(parameters, updates=updates))
+        for each in brought(techniques, Visiting):
+            visiting.enter_context(each.at_home(parameters, updates=updates))
         return visiting.pop_all()
 
 
-def packed(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
+def packed(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[StateForm]) -> State:
     """State of one parameter, put through layers from the bottom up."""
-    for technique in layers:
-        below, state = state, technique.pack_state(optimizer, parameter, state)
+    for form in layers:
+        below, state = state, form.pack_state(optimizer, parameter, state)
         if isinstance(below, PackedState) and not isinstance(state, PackedState):
             state = below.around(state)
     return state
 
 
-def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[Technique]) -> State:
+def unpacked(optimizer: Optimizer, parameter: Parameter, state: State, layers: Sequence[StateForm]) -> State:
     """State of one parameter, brought back through layers from the top down."""
-    for technique in reversed(layers):
-        state = technique.unpack_state(optimizer, parameter, state)
+    for form in reversed(layers):
+        state = form.unpack_state(optimizer, parameter, state)
     return state
 
 
-def canonical(optimizer: Optimizer, parameter: Parameter, state: State, techniques: Sequence[Technique]) -> State:
+def canonical(optimizer: Optimizer, parameter: Parameter, state: State, techniques: Sequence[Bringing]) -> State:
     """State of one parameter in the user's own form; nothing live is touched."""
-    layers = [technique for technique in techniques if technique.changes_state]
+    layers = brought(techniques, StateForm)
     # training goes on with what is made here
     with torch.inference_mode(mode=False), torch.no_grad(), at_home(techniques, [parameter], updates=False):
         return unpacked(optimizer, parameter, state, layers)
 
 
-def pack_again(optimizer: Optimizer, parameter: Parameter, techniques: Sequence[Technique]) -> None:
+def pack_again(optimizer: Optimizer, parameter: Parameter, techniques: Sequence[Bringing]) -> None:
     """Pack state that the loop has asked for: what it only read becomes, bit for bit, what was kept."""
     state = optimizer.state.get(parameter)
     if not isinstance(state, PackedState) or state.closed is None:
         return
-    layers = [technique for technique in techniques if technique.changes_state]
+    layers = brought(techniques, StateForm)
     now, before = kept_of(state), unpacked(optimizer, parameter, kept_of(state.closed), layers)
     is_read = now.keys() == before.keys() and all(_same(now[name], value) for name, value in before.items())
     # one that the loop has emptied begins anew
@@ -168,29 +164,27 @@ def _same(one: Any, other: Any) -> bool:
 
 def apply_layer(
     optimizer: Optimizer,  # whose state is packed, one parameter at a time
-    technique: Technique,  # the layer to put in
-    above: Sequence[Technique] = (),  # state layers that are in force above it, from the bottom up
+    form: StateForm,  # the layer to put in
+    above: Sequence[StateForm] = (),  # state layers that are in force above it, from the bottom up
     # called after each parameter. Who gives it keeps the old state and puts it back when this raises; else that is done
     # here
     exchanged: Exchanged | None = None,
     # all techniques that are on the workload: they say where parameters are meanwhile
-    in_force: Sequence[Technique] = (),
+    in_force: Sequence[Bringing] = (),
 ) -> None:
-    """Pack all state of an optimizer with one more technique."""
-    if technique.changes_state:
-        _exchange(optimizer, technique.pack_state, above, exchanged, in_force)
+    """Pack all state of an optimizer into one more form."""
+    _exchange(optimizer, form.pack_state, above, exchanged, in_force)
 
 
 def remove_layer(
     optimizer: Optimizer,
-    technique: Technique,
-    above: Sequence[Technique] = (),
+    form: StateForm,
+    above: Sequence[StateForm] = (),
     exchanged: Exchanged | None = None,
-    in_force: Sequence[Technique] = (),
+    in_force: Sequence[Bringing] = (),
 ) -> None:
-    """Take one technique out of all state of an optimizer; the opposite of `apply_layer`."""
-    if technique.changes_state:
-        _exchange(optimizer, technique.unpack_state, above, exchanged, in_force)
+    """Take one form out of all state of an optimizer; the opposite of `apply_layer`."""
+    _exchange(optimizer, form.unpack_state, above, exchanged, in_force)
 
 
 class _Coming(dict[tuple[int, str], torch.Tensor]):
@@ -201,7 +195,7 @@ class _Coming(dict[tuple[int, str], torch.Tensor]):
 _coming: MutableMapping[Optimizer, weakref.ref[_Coming]] = WeakIdKeyDictionary()
 
 
-def _have_wait(optimizer: Any, state_dict: dict[str, Any], techniques: Sequence[Technique]) -> dict[str, Any] | None:
+def _have_wait(optimizer: Any, state_dict: dict[str, Any], techniques: Sequence[Bringing]) -> dict[str, Any] | None:
     """Return the state dict with empty tensors in place of large ones (for a load_state_dict pre-hook); None where others would see them.
 
     Torch gives these the dtype and the device that it would give the others.
@@ -209,7 +203,7 @@ def _have_wait(optimizer: Any, state_dict: dict[str, Any], techniques: Sequence[
     hooks = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
     is_seen = not all(is_ours(hook) for each in hooks for hook in each.values())
     is_torchs = type(optimizer).__setstate__.__module__.startswith("torch.")
-    if is_seen or not is_torchs or not any(technique.changes_state for technique in techniques):
+    if is_seen or not is_torchs or not brought(techniques, StateForm):
         return None
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     own = parameters_in(optimizer)
@@ -228,9 +222,9 @@ def _is_large(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() >= SMALL_ELEMENTS
 
 
-def pack_loaded(optimizer: Optimizer, techniques: Sequence[Technique]) -> None:
+def pack_loaded(optimizer: Optimizer, techniques: Sequence[Bringing]) -> None:
     """Pack state that was just loaded in the user's own format (a load_state_dict post-hook)."""
-    layers = [technique for technique in techniques if technique.changes_state]
+    layers = brought(techniques, StateForm)
     held_of.pop(optimizer, None)  # in torch, too, entries are others once a state dict was loaded
     reference = _coming.pop(optimizer, None)
     coming = (reference() if reference is not None else None) or _Coming()
@@ -249,8 +243,8 @@ def _pack_loaded_one(
     parameter: Any,
     state: State,
     coming: Mapping[tuple[int, str], torch.Tensor],
-    techniques: Sequence[Technique],
-    layers: Sequence[Technique],
+    techniques: Sequence[Bringing],
+    layers: Sequence[StateForm],
 ) -> None:
     state = dict(state)
     for name, value in state.items():
@@ -263,14 +257,14 @@ def _pack_loaded_one(
 
 
 def canonical_state_dict(
-    optimizer: Optimizer, state_dict: dict[str, Any], techniques: Sequence[Technique]
+    optimizer: Optimizer, state_dict: dict[str, Any], techniques: Sequence[Bringing]
 ) -> dict[str, Any]:
     """A state_dict in the user's own format (for a state_dict post-hook); live state is not touched.
 
     State that a layer changed is made one parameter at a time and, when the parameter is on an
     accelerator, kept in host memory: a checkpoint must not need the memory the layers save.
     """
-    if not any(technique.changes_state for technique in techniques):
+    if not brought(techniques, StateForm):
         return state_dict
     everything = [*parameters_in(optimizer)]
 
@@ -309,7 +303,7 @@ class _StateOfCopies:
 
 
 def show_own_form(
-    optimizer: Optimizer, techniques: Callable[[], Sequence[Technique]], is_led: Callable[[], bool], undo: ExitStack
+    optimizer: Optimizer, techniques: Callable[[], Sequence[Bringing]], is_led: Callable[[], bool], undo: ExitStack
 ) -> None:
     """Save, load, copy and pickle an optimizer's state in the user's own form, until undone.
 
@@ -360,10 +354,10 @@ def _keep_own_form_in_copies(
     undo.callback(restore)
 
 
-def canonical_copy(optimizer: Optimizer, copied: dict[str, Any], techniques: Sequence[Technique]) -> dict[str, Any]:
+def canonical_copy(optimizer: Optimizer, copied: dict[str, Any], techniques: Sequence[Bringing]) -> dict[str, Any]:
     """Return what a copy or a pickle of an optimizer holds, in the user's own format; live state is not touched."""
     resident = copied.get("state")
-    if not isinstance(resident, dict) or not any(technique.changes_state for technique in techniques):
+    if not isinstance(resident, dict) or not brought(techniques, StateForm):
         return copied
     # the copy trains by itself, so its state stays where the parameter is
     entries = _canonical_entries(
@@ -376,7 +370,7 @@ def _canonical_entries(
     optimizer: Optimizer,
     entries: Mapping[Any, Any],
     parameter_of: Callable[[Any], Any],
-    techniques: Sequence[Technique],
+    techniques: Sequence[Bringing],
 ) -> Iterator[tuple[Any, Any]]:
     """Yield state in the user's own format, by key: made one parameter at a time; no entry for one that has none.
 
@@ -405,9 +399,9 @@ def _on_host_unless_live(value: Any, live: Mapping[str, Any]) -> Any:
 def _exchange(
     optimizer: Optimizer,
     there: _Mapping,
-    above: Sequence[Technique],
+    above: Sequence[StateForm],
     exchanged: Exchanged | None,
-    in_force: Sequence[Technique],
+    in_force: Sequence[Bringing],
 ) -> None:
     held = held_states(optimizer)
     before = held if exchanged is None else []
@@ -422,7 +416,7 @@ def _exchange(
         raise
 
 
-def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, above: Sequence[Technique]) -> None:
+def _exchange_one(optimizer: Optimizer, parameter: Parameter, there: _Mapping, above: Sequence[StateForm]) -> None:
     state = optimizer.state.get(parameter)
     if state:
         bare = unpacked(optimizer, parameter, state, above)

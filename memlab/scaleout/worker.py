@@ -107,7 +107,7 @@ class RankLoop:
         self._meter.step_begins(optimizer)
         if self._engine.owns_steps and not self._engine.is_stepping:
             return optimizer_step.take_over(self._engine.step)(optimizer, args, kwargs)
-        if any(technique.stepper(optimizer) is not None for technique in self._techniques.techniques):
+        if optimizer_step.foreign_stepper(optimizer, self._techniques.techniques) is not None:
             convert = partial(optimizer_step.run_step, techniques=self._techniques.techniques)
             return optimizer_step.take_over(convert)(optimizer, args, kwargs)
         return None

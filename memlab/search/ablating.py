@@ -28,7 +28,7 @@ from memlab.plan.space import half_format
 from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.plans import predicted_by
 from memlab.records import Measurement, Prediction
-from memlab.records.ablation import Ablation, AblationRow, added, helps, technique_words
+from memlab.records.ablation import Ablation, AblationRow, helps, technique_words
 from memlab.records.comparison import NO_GAIN
 from memlab.runtime.workload import Workload
 from memlab.search.finding import Run, Say, bytes_of, compute_capability_of, run_trial
@@ -211,7 +211,7 @@ class _Ablating:
         if not again:
             self._left.remove(technique)
         if kept:
-            self._plan = added(self._plan, technique)
+            self._plan = self._plan.joined(technique)
         if before.ran is None and row.ran is not None:
             self._predictions.calibrate(row.ran)
 
@@ -219,7 +219,7 @@ class _Ablating:
         """The row of a technique; what does not apply here, or fails, says so."""
         row = AblationRow(str(technique), self._plan.label, technique_words(Plan(), technique))
         try:
-            plan = added(self._plan, technique)
+            plan = self._plan.joined(technique)
             row = replace(row, plan=plan.label, what=technique_words(self._plan, plan))
             prediction = self._predictions.of(plan)
             return replace(row, measurement=self._run(plan), prediction=prediction)
@@ -299,7 +299,7 @@ class _Predictions:
 def _with(plan: Plan, technique: Plan) -> Plan | None:
     """A plan with one more technique; None when they exclude each other."""
     try:
-        return added(plan, technique)
+        return plan.joined(technique)
     except PlanError:
         return None
 

@@ -13,7 +13,7 @@ Rules of a change:
    failed; functions of torch's that a technique listens to, where it does not come in after all.
 5. What was replaced leaves holes in the segments of a GPU's allocator, and segments that fit nothing else. Those that are
    empty go back to the driver, so that memory reserved is what the new plan needs.
-6. A technique because of which there are other modules and parameters (`Technique.comes_first`) is put in before all others. These
+6. A technique because of which there are other modules and parameters (`Traits.comes_first`) is put in before all others. These
    look at modules and parameters when they come, so they are put in anew when it comes or goes.
 7. Ctrl-C is held back (`memlab.runtime.interrupts`). It takes back a change it comes into the middle of, but never
    one that gives the workload back; that one is completed first.
@@ -32,17 +32,19 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.errors import RefusalError
 from memlab.plan import Plan
 from memlab.runtime import state_entries, state_layers
 from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.interrupts import Interrupts, deferred_interrupts
+from memlab.runtime.mechanisms import AsWritten, ChangedParameters, OwnMemory, StateForm, Turns, brought
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
-from memlab.techniques.base import AsWritten, Host
+from memlab.techniques.base import Host
 
 Optimizer = torch.optim.Optimizer
 _P = ParamSpec("_P")
@@ -75,16 +77,16 @@ def check_all(
     coming: Sequence[Technique],
     workload: Workload,
     optimizers: Sequence[Optimizer],
-    in_force: Sequence[Technique] = (),
 ) -> None:
-    """Ask techniques whether they apply; they know their predecessors then, and are not to be put in force."""
-    by_kind = {type(technique): technique for technique in in_force}
+    """Ask techniques whether they apply."""
     for technique in coming:
-        technique.predecessor = by_kind.get(type(technique))
-        if technique.changes_modules and is_compiled(workload.model):
-            technique.check_compiled(workload)
-        else:
-            technique.check(workload)
+        if technique.traits.needs_uncompiled and is_compiled(workload.model):
+            raise RefusalError(
+                technique.field,
+                f"{workload.name} is compiled, and compiled code does not look into its modules again",
+                "put the plan on the model before torch.compile, or train it uncompiled",
+            )
+        technique.check(workload)
         for optimizer in optimizers:
             technique.check_optimizer(optimizer)
 
@@ -94,12 +96,11 @@ class InForce:
 
     def __init__(self, workload: Workload, host: Host | None = None) -> None:
         self.plan = Plan()  # the plan in force
-        self._host = host or Host()
-        self._host.techniques = lambda: self.techniques
-        self._host.aliases = lambda: self._aliases
-        self._host.coming = lambda: self._next
+        self.host = host or Host()
+        self.host.techniques = lambda: self.techniques
+        self.host.aliases = lambda: self._aliases
+        self.host.coming = lambda: self._next
         self._next = Plan()  # the plan that a change is about to bring
-        self._over: list[type[Technique]] = []  # what of it does once what is asked for
         self._aliases = 0  # of each weight: what a change that fails goes back to
         self.techniques: list[Technique] = []  # those in force, in the order of `TECHNIQUES`
         self.is_engine = False  # whether one of them is an engine
@@ -117,17 +118,19 @@ class InForce:
         """
         coming = self._coming(plan)
         free_dropped_graphs()
-        check_all(coming, self._workload, self.optimizers, self.techniques)
+        check_all(coming, self._workload, self.optimizers)
         if not coming and not any(self._leaves(kind, plan) for kind in self._entries):
             self._follow(plan)
             return
+        lasting = plan.lasting
+        once = [kind for kind in TECHNIQUES if self._wants(kind, plan) and not kind.wanted(lasting)]
         state_entries.note_held(self.optimizers)
         before, is_on_gpu = self.techniques, any(map(_is_on_gpu, self._workload.model.parameters()))
         with deferred_interrupts() as interrupts:
             self._wholly(partial(self._exchange, plan), None if to_the_end else interrupts)
-            over = {self._entries.pop(kind).technique for kind in self._over}
-            self.techniques = [technique for technique in self.techniques if technique not in over]
-            self._follow(plan.lasting)
+            done = {self._entries.pop(kind).technique for kind in once}
+            self.techniques = [technique for technique in self.techniques if technique not in done]
+            self._follow(lasting)
             if is_on_gpu and self.techniques != before:
                 torch.cuda.empty_cache()
                 torch._C._host_emptyCache()  # pinned memory, which nobody else on the machine can have meanwhile
@@ -137,22 +140,23 @@ class InForce:
         self.plan = plan
         for technique in self.techniques:
             technique.plan = plan
-        if not (self._changes_state or self._host.is_led()):
+        if not (self._changes_state or self.host.is_led()):
             state_entries.forget_held(self.optimizers)
 
     @property
     def held_tensors(self) -> tuple[torch.Tensor, ...]:
         """Parts of parameters that the techniques keep on the device, beside the model."""
-        return tuple(tensor for technique in self.techniques for tensor in technique.held_tensors)
+        return tuple(tensor for each in brought(self.techniques, OwnMemory) for tensor in each.held_tensors)
 
     def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype a parameter or buffer of the model has without any plan."""
-        changed = (t.canonical_dtype(tensor) for t in self.techniques)
+        changed = (each.canonical_dtype(tensor) for each in brought(self.techniques, ChangedParameters))
         return next((dtype for dtype in changed if dtype is not tensor.dtype), tensor.dtype)
 
     def as_written(self) -> AsWritten | None:
         """Return what model and optimizers have without the plan, where other modules and parameters are in its place."""
-        return next((found for technique in self.techniques if (found := technique.as_written()) is not None), None)
+        changed = brought(self.techniques, ChangedParameters)
+        return next((found for each in changed if (found := each.as_written()) is not None), None)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         for technique in self.techniques:
@@ -183,8 +187,8 @@ class InForce:
         is_within = thread in self._in_call
         try:
             self._in_call.add(thread)
-            for technique in self.techniques:
-                technique.taken_over()
+            for each in brought(self.techniques, Turns):
+                each.taken_over()
             yield
         finally:
             if not is_within:
@@ -193,15 +197,15 @@ class InForce:
 
     def _hand_back(self) -> None:
         # a plan may change within a call, and for another thread the loop may still be in one
-        for technique in () if self._in_call else self.techniques:
-            technique.handed_back()
+        for each in brought(() if self._in_call else self.techniques, Turns):
+            each.handed_back()
 
     # -- all or nothing ------------------------------------------------------------------------
 
     def _wholly(self, act: Callable[[], None], interrupts: Interrupts | None) -> None:
         try:
-            for technique in self.techniques:
-                technique.taken_over()
+            for each in brought(self.techniques, Turns):
+                each.taken_over()
             self._once_or_twice(act, interrupts)
         except BaseException:
             self._hand_back()  # to those that are in force as before
@@ -247,7 +251,7 @@ class InForce:
             raise
         else:
             left = [entry for kind, entry in entries.items() if self._entries.get(kind) is not entry]
-            _close([entry for entry in left if entry.technique.is_engine])
+            _close([entry for entry in left if entry.technique.traits.is_engine])
         finally:
             self._exchanged = _nothing
             self._aliases = 0
@@ -263,8 +267,8 @@ class InForce:
 
     def _refresh(self) -> None:
         self.techniques = [self._entries[kind].technique for kind in TECHNIQUES if kind in self._entries]
-        self.is_engine = any(technique.is_engine for technique in self.techniques)
-        self._changes_state = any(technique.changes_state for technique in self.techniques)
+        self.is_engine = any(technique.traits.is_engine for technique in self.techniques)
+        self._changes_state = bool(brought(self.techniques, StateForm))
 
     # -- in and out ----------------------------------------------------------------------------
 
@@ -275,25 +279,24 @@ class InForce:
                 self._take_out(kind)
         for technique in coming:
             self._put_in(technique)
-        self._over = [kind for kind, entry in self._entries.items() if entry.technique.is_over]
         self.plan = plan
 
     def _coming(self, plan: Plan) -> list[Technique]:
         kinds = [kind for kind in TECHNIQUES if self._wants(kind, plan)]
         coming = [kind(plan) for kind in kinds if kind not in self._entries or self._leaves(kind, plan)]
         for technique in coming:
-            technique.host = self._host
+            technique.host = self.host
         return coming
 
     def _wants(self, kind: type[Technique], plan: Plan) -> bool:
-        return is_wanted(kind, plan) and not (kind.is_of_optimizer and self._host.is_led())
+        return is_wanted(kind, plan) and not (kind.traits.is_of_optimizer and self.host.is_led())
 
     def _leaves(self, kind: type[Technique], plan: Plan) -> bool:
         return kind in self._entries and (self._is_replaced(kind, plan) or self._parameters_change(plan))
 
     def _parameters_change(self, plan: Plan) -> bool:
         """Return whether the other techniques have to look anew at what there is."""
-        first = (kind for kind in TECHNIQUES if kind.comes_first)
+        first = (kind for kind in TECHNIQUES if kind.traits.comes_first)
         return any(
             self._is_replaced(kind, plan) if kind in self._entries else self._wants(kind, plan) for kind in first
         )
@@ -325,21 +328,21 @@ class InForce:
         technique = entry.technique
         undo = self._undo_of(entry)
         technique.attach_optimizer(optimizer, undo)
-        if technique.changes_state:
-            undo.callback(self._remove_layer, optimizer, technique)
-            state_layers.apply_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
+        for form in brought([technique], StateForm):
+            undo.callback(self._remove_layer, optimizer, technique, form)
+            state_layers.apply_layer(optimizer, form, self._above(technique), self._exchanged, self.techniques)
 
     def _undo_of(self, entry: _Entry) -> _Undo:
         undo = _Undo(self._exchanged)
         undo.calls = entry.undos
         return undo
 
-    def _remove_layer(self, optimizer: Optimizer, technique: Technique) -> None:
-        state_layers.remove_layer(optimizer, technique, self._above(technique), self._exchanged, self.techniques)
+    def _remove_layer(self, optimizer: Optimizer, technique: Technique, form: StateForm) -> None:
+        state_layers.remove_layer(optimizer, form, self._above(technique), self._exchanged, self.techniques)
 
-    def _above(self, technique: Technique) -> Sequence[Technique]:
+    def _above(self, technique: Technique) -> Sequence[StateForm]:
         place = TECHNIQUES.index(type(technique))
-        return [other for other in self.techniques if other.changes_state and TECHNIQUES.index(type(other)) > place]
+        return brought([other for other in self.techniques if TECHNIQUES.index(type(other)) > place], StateForm)
 
 
 def _close(entries: Iterable[_Entry]) -> None:

@@ -19,8 +19,9 @@ from memlab.runtime.batch import Batch
 from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
+from memlab.runtime.mechanisms import LoopChecks, brought
 from memlab.session.tape import recorder_here
-from memlab.techniques.base import Technique
+from memlab.techniques.base import is_around_calls
 
 if TYPE_CHECKING:
     from memlab.session.session import Session
@@ -35,8 +36,8 @@ class ModelCalls:
     def refuse_traced(self) -> None:
         """Ask the techniques in force whether a call of the model may be traced."""
         try:
-            for technique in self._session.techniques:
-                technique.check_traced()
+            for each in brought(self._session.techniques, LoopChecks):
+                each.check_traced()
         except RefusalError as refusal:
             tracing = torch._C._get_tracing_state()
             if tracing is not None:  # what the change of plans computes is no part of what is traced
@@ -52,7 +53,7 @@ class ModelCalls:
     def refuse_replicas(self) -> None:
         """Refuse settings around calls and parts of the model, where copies of it on several GPUs are called."""
         session = self._session
-        around = [t for t in session.techniques if t.changes_modules or type(t).forward is not Technique.forward]
+        around = [t for t in session.techniques if t.traits.needs_uncompiled or is_around_calls(t)]
         if around:
             refusal = RefusalError(
                 "session",

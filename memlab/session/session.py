@@ -26,6 +26,7 @@ from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.mechanisms import EarlyUpdates, OwnMemory, StateForm, brought
 from memlab.runtime.observer import Observer
 from memlab.runtime.ownership import WITHOUT_VALUES, is_made, parameters_in, stepped_by
 from memlab.runtime.stand_ins import stand_in
@@ -217,7 +218,8 @@ class Session:
     def notes(self) -> tuple[str, ...]:
         """Return what the techniques in force have to say."""
         of_techniques = tuple(note for technique in self.techniques for note in technique.notes)
-        if not any(technique.changes_state or technique.updates_in_backward for technique in self.techniques):
+        in_backward = any(each.updates_in_backward for each in brought(self.techniques, EarlyUpdates))
+        if not (in_backward or brought(self.techniques, StateForm)):
             return of_techniques
         known = {id(p) for each in (self, *self.companions) for p in each.workload.model.parameters()}
         others = [one for one in self.workload.optimizers if not stepped_by(one) <= known]
@@ -226,7 +228,7 @@ class Session:
     @property
     def host_bytes(self) -> int:
         """Bytes kept off the device by the techniques in force."""
-        return sum(technique.host_bytes for technique in self.techniques)
+        return sum(each.host_bytes for each in brought(self.techniques, OwnMemory))
 
     @property
     def rescuing(self) -> Rescuer | None:
@@ -238,8 +240,8 @@ class Session:
         """Discard the state of a step that an error has interrupted and that will not be continued."""
         with deferred_interrupts():
             self.position.end_own_step()
-            for technique in self.techniques:
-                technique.broken_off()
+            for each in brought(self.techniques, EarlyUpdates):
+                each.broken_off()
 
     def hand_over(self, thread: int) -> None:
         """Let another thread train, and change plans between its steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ from memlab.errors import RefusalError
 from memlab.runtime import optimizer_step
 from memlab.runtime.buckets import is_separable, share_of
 from memlab.runtime.interrupts import HeldBack, hold_back
+from memlab.runtime.mechanisms import EarlyUpdates, Skipping, Updating, Visiting, WholeSteps, brought
 from memlab.runtime.optimizer_step import OwnStep
-from memlab.techniques import Technique
 
 if TYPE_CHECKING:
     from memlab.session.session import Session
@@ -102,9 +103,11 @@ class Stepping:
         techniques = self._session.techniques
         if not (is_rescued or techniques):
             return None
-        self._skipped = not has_closure and self._must_skip(optimizer)
-        takes_over = any(t.takes_step or t.whole_step(optimizer) or _changes_the_step(t, optimizer) for t in techniques)
-        may_skip = has_closure and any(technique.may_skip for technique in techniques)
+        self._skipped = not has_closure and self._must_skip()
+        takes_over = bool(
+            brought(techniques, EarlyUpdates) or self._whole_step(optimizer)
+        ) or optimizer_step.is_changed(optimizer, techniques)
+        may_skip = has_closure and bool(brought(techniques, Skipping))
         if not (self._skipped or takes_over or may_skip or is_rescued):
             return None
         if self._makes_own_step(optimizer) and not self._skipped:
@@ -114,15 +117,18 @@ class Stepping:
 
     def _tell_techniques(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         for technique in self._session.techniques:
-            around = technique.changes_state and type(technique).around_update is not Technique.around_update
-            if technique.may_skip and not has_closure and self._makes_own_step(optimizer):
+            may_skip = bool(brought([technique], Skipping))
+            if may_skip and not has_closure and self._makes_own_step(optimizer):
                 # called with nothing to update it may fail, or reach weights by a way of its own
                 raise RefusalError(
                     technique.field,
                     f"{type(optimizer).__name__} updates by code of its own, which cannot leave a step out where gradients are not finite",
                     "use --bf16",
                 )
-            needs_whole = technique.may_skip or technique.parameters_visit or around
+            others = brought([technique], Visiting) or any(
+                each.changes_parameters for each in brought([technique], Updating)
+            )
+            needs_whole = may_skip or bool(others)
             if has_closure and needs_whole and self._makes_own_step(optimizer):
                 raise RefusalError(
                     technique.field,
@@ -133,15 +139,24 @@ class Stepping:
 
     def _makes_own_step(self, optimizer: Optimizer) -> bool:
         is_served = is_separable(optimizer)
-        return not (is_served or any(t.whole_step(optimizer) or t.stepper(optimizer) for t in self._session.techniques))
+        return not (is_served or self._has_stepper(optimizer))
 
-    def _must_skip(self, optimizer: Optimizer) -> bool:
-        return any(technique.skips_step(optimizer) for technique in self._session.techniques)
+    def _has_stepper(self, optimizer: Optimizer) -> bool:
+        stepper = optimizer_step.foreign_stepper(optimizer, self._session.techniques)
+        return stepper is not None or self._whole_step(optimizer) is not None
+
+    def _whole_step(self, optimizer: Optimizer) -> Callable[[], bool] | None:
+        """Return what makes a step in place of the optimizer; None where it makes it itself."""
+        made = (each.whole_step(optimizer) for each in brought(self._session.techniques, WholeSteps))
+        return next(filter(None, made), None)
+
+    def _must_skip(self) -> bool:
+        return any(each.skips_step() for each in brought(self._session.techniques, Skipping))
 
     # -- the update ----------------------------------------------------------------------------
 
     def _update(self, optimizer: Optimizer) -> None:
-        if self._skipped or self._must_skip(optimizer):
+        if self._skipped or self._must_skip():
             self._skipped = True
             self._session.log.note("gradients were not finite: update skipped, loss scale halved")
         elif not self._updated(optimizer):
@@ -151,13 +166,13 @@ class Stepping:
 
     def _updated(self, optimizer: Optimizer) -> bool:
         techniques = self._session.techniques
-        whole = next(filter(None, (technique.whole_step(optimizer) for technique in techniques)), None)
+        whole = self._whole_step(optimizer)
         if whole is not None:
             return whole()
         rescuer = self._session.rescuing
         if rescuer is not None and rescuer.is_armed:
             return rescuer.update(optimizer)
-        if any(_changes_the_step(technique, optimizer) for technique in techniques):
+        if optimizer_step.is_changed(optimizer, techniques):
             return optimizer_step.run_step(optimizer, techniques)
         # an update that is the loop's own in all but its order has no copies, as in the loop
         return optimizer_step.run_step(optimizer, techniques, share_of(optimizer), backup=False)
@@ -187,8 +202,3 @@ class Stepping:
         held_back, self._held_back = self._held_back, None
         if held_back is not None:
             held_back.end()
-
-
-def _changes_the_step(technique: Technique, optimizer: Optimizer) -> bool:
-    changes = technique.changes_state or technique.parameters_visit
-    return changes or technique.stepper(optimizer) is not None

@@ -23,6 +23,7 @@ from torch import nn
 from memlab.errors import MemlabError, RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.mechanisms import EarlyUpdates, LoopChecks, brought
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.workload import Workload
@@ -213,8 +214,9 @@ class Switching:
         """Ask the techniques that are to come whether they suit the loop that runs; a rescue may be on a thread of autograd's."""
         for kind in TECHNIQUES:
             if is_wanted(kind, plan) and kind.setting(plan) != kind.setting(self.in_force.plan):
-                # in no variable: this frame would keep itself, and what the loop holds
-                kind(plan).check_loop(self._workload, sys._current_frames().get(self._position.thread, sys._getframe()))
+                for each in brought([kind(plan)], LoopChecks):
+                    # in no variable: this frame would keep itself, and what the loop holds
+                    each.check_loop(self._workload, sys._current_frames().get(self._position.thread, sys._getframe()))
 
     def _not_applied(self, pending: Plan, refusal: RefusalError) -> None:
         """The loop goes on under the old plan; whoever asked reads it in the log."""
@@ -265,7 +267,7 @@ class Switching:
 
     def _is_back(self, plan: Plan, *, to_the_end: bool = False) -> bool:
         """Change to a plan that was in force before; return whether it still applies, and has room. The loop as written always applies."""
-        if any(technique.only_watches for technique in self.in_force.techniques):
+        if any(each.only_watches for each in brought(self.in_force.techniques, EarlyUpdates)):
             self._observers.tell("only_watched")
         try:
             self.change(plan, noted=False, to_the_end=to_the_end)
@@ -322,6 +324,9 @@ def check(workload: Workload, plan: Plan) -> None:
     """Ask every technique of a plan whether it applies, to the model as it is now, without applying any."""
     session = session_of(workload.model)
     coming = [kind(plan) for kind in TECHNIQUES if is_wanted(kind, plan)]
-    check_all(coming, workload, workload.optimizers, session.techniques if session is not None else ())
-    for technique in coming:
-        technique.check_modes(workload)
+    if session is not None:
+        for technique in coming:
+            technique.host = session.in_force.host
+    check_all(coming, workload, workload.optimizers)
+    for each in brought(coming, LoopChecks):
+        each.check_modes(workload)

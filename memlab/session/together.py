@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.plan import FIELDS, Plan
+from memlab.plan import FIELDS, Plan, savings
 from memlab.runtime.ownership import stepped_by, steps_some_of
 from memlab.runtime.workload import Workload
 
@@ -99,7 +99,7 @@ def require_compatible(workload: Workload, plan: Plan, others: Sequence[Workload
     if not sharers:
         return
     offloaded = {str(what) for what, _ in plan.offload}
-    is_of_optimizer = plan.optimizer is not Plan().optimizer or "optimizer" in offloaded
+    is_of_optimizer = any(saving.is_of_optimizer for saving in savings.changed(Plan(), plan))
     of_calls = {spec.name for spec in FIELDS if spec.is_of_calls}
     is_of_calls = {*changed} <= {*of_calls, "precision", "offload", "optimizer"} and plan.precision in ("keep", "bf16")
     own, theirs = ({id(one) for one in each} for each in (workload.optimizers, sharers[0].optimizers))

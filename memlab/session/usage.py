@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import reduce
 
 import torch
 
 from memlab.plan import Gradients, Plan
 from memlab.runtime.graphs import gradient_of
+from memlab.runtime.mechanisms import EarlyUpdates, SeenInCalls, brought
 from memlab.runtime.workload import Workload
 from memlab.session.in_force import InForce
 from memlab.session.log import Log
-from memlab.techniques import Technique
+from memlab.techniques.base import is_around_calls
 
 _WITHOUT_CALL = "(it calls parts of it, its forward directly, or it within compiled code or a transform of torch.func)"
 
@@ -94,20 +95,13 @@ class Usage:
         """Text for settings that work around calls or updates which the loop never makes; else None."""
         techniques = self._in_force.techniques
         if self.is_passed_by or not self.was_called:
-            around = [t for t in techniques if type(t).forward is not Technique.forward and self._stepped]
-            idle = [t for t in around if not t.was_reached]
+            around = [t for t in techniques if is_around_calls(t) and self._stepped]
+            idle = [t for t in around if not any(each.was_reached for each in brought([t], SeenInCalls))]
             why = self.how_passed_by
             advice = f"call {'model.train() before' if self.was_evaluated else 'the model itself, or name the part that it calls with --model'}"
         else:
-            idle = [] if self._workload.optimizers else [t for t in techniques if t.is_of_optimizer or t.takes_step]
+            on_updates = [t for t in techniques if t.traits.is_of_optimizer or brought([t], EarlyUpdates)]
+            idle = [] if self._workload.optimizers else on_updates
             why, advice = f"no optimizer updates {self._workload.name}", "train it with one of torch.optim"
-        return f"{self._settings_of(idle)} had no effect: {why}; {advice}" if idle else None
-
-    def _settings_of(self, techniques: list[Technique]) -> Plan:
-        plan = self._in_force.plan
-        settings = {t.field: getattr(plan, t.field) for t in techniques}
-        if "offload" in settings:  # one field for several techniques
-            settings["offload"] = tuple(
-                pair for pair in plan.offload if any(t.wanted(Plan(offload=(pair,))) for t in techniques)
-            )
-        return replace(Plan(), **settings)
+        settings = (each for each in self._in_force.plan.settings() if any(t.wanted(each) for t in idle))
+        return f"{reduce(Plan.joined, settings, Plan())} had no effect: {why}; {advice}" if idle else None

@@ -43,7 +43,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 
 def is_wanted(kind: type[Technique], plan: Plan) -> bool:
     """Return whether a plan puts a technique on the model: an engine is there alone, and sees to the rest of the plan itself."""
-    return kind.wanted(plan) and (kind.is_engine or not Scaling.wanted(plan))
+    return kind.wanted(plan) and (kind.traits.is_engine or not Scaling.wanted(plan))
 
 
 __all__ = ["TECHNIQUES", "Technique", "is_wanted"]

@@ -9,28 +9,25 @@ overrides only the moments it needs. Rules, in the order in which they matter:
    `memlab.session.rollback` remembers: a change of plans that fails half-way is taken back from there.
 3. `forward` wraps every (micro-)forward of training; `evaluate` wraps forwards in eval mode or
    without gradients.
-4. Optimizer state is *canonical* in the form the user's own optimizer keeps. A technique with
-   `changes_state` maps the state of one parameter to a resident form (`pack_state`) and back
-   (`unpack_state`); both are pure: new dict out, old dict and its tensors untouched. Data of parameters
-   and buffers is replaced, not written, for the same reason. The session applies them in
-   the order of the list of techniques, one parameter at a time, and uses the same pair for
-   `optimizer.state_dict()` and `load_state_dict()`, so checkpoints stay in the user's own format.
-5. With `state_per_step` the resident form is unpacked around each update of a bucket of
-   parameters; without it, the technique's own `stepper` works on the resident form.
+4. Optimizer state is *canonical* in the form the user's own optimizer keeps. A technique that keeps it in another form brings a
+   `StateForm`. The session applies these in the order of the list of techniques, one parameter at a time, and uses the same
+   pair for `optimizer.state_dict()` and `load_state_dict()`, so checkpoints stay in the user's own format. Data of parameters
+   and buffers is replaced, not written: what a change that fails goes back to is the old data.
+5. What few techniques need is no part of the contract: they bring it along (`memlab.runtime.mechanisms`).
 6. Everything runs on the training thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from memlab.errors import MemlabError, RefusalError
+from memlab.errors import MemlabError
 from memlab.plan import Plan
 
 if TYPE_CHECKING:
@@ -53,22 +50,10 @@ class Description:
     gives_nothing: str  # where it does not lower the peak, or is refused
 
 
-@dataclass(frozen=True)
-class AsWritten:
-    """What a model and its optimizers have without a technique that has other modules and parameters in their places."""
-
-    modules: Mapping[int, torch.nn.Module]  # the user's, by id of what is in its place
-    trained: frozenset[int]  # ids of the parameters that require gradients without it
-    groups: Mapping[int, Sequence[torch.nn.Parameter]]  # the parameters of each group of an optimizer, by its id
-    attributes: frozenset[str]  # of the model that it has not
-
-
 HOLDS_GRADIENTS = "the loop holds gradients beside its weights (in a list, or as views)"
 
 ModelCall = Callable[..., Any]
-State = dict[str, Any]
-Stepper = Callable[[Sequence[torch.nn.Parameter]], None]
-WholeStep = Callable[[], bool]
+_T = TypeVar("_T", bound="Technique")
 
 
 @dataclass
@@ -101,6 +86,46 @@ class Host:
     say: Callable[[str], None] = lambda _text: None  # for the log, by a technique that leaves
     coming: Callable[[], Plan] = Plan  # the plan that a change is about to bring
 
+    def predecessor(self, technique: _T) -> _T | None:
+        """Return the technique of the same kind that is in force, and makes way for one that is asked by `Technique.check`."""
+        kind = type(technique)
+        return next((each for each in self.techniques() if type(each) is kind), None)
+
+
+class Reduces(StrEnum):
+    """What techniques reduce, as a receipt has it; in the order of the cheat sheet."""
+
+    ACTIVATIONS = "Activations"
+    MODEL_STATES = "Moments, gradients, weights"
+    FORMATS = "Number formats"
+    ENGINES = "Engines"
+    OTHER = "Other settings"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts of a kind of technique, the same under all its settings."""
+
+    reduces: Reduces = Reduces.OTHER
+    # modules and parameters are others because of it: it is put in before the others, and these are put in anew when it
+    # comes or goes
+    comes_first: bool = False
+    # it runs the model in a way of its own, beside which no other technique is put on the model
+    is_engine: bool = False
+    # it works on optimizers alone, so that it serves all models of a shared one at once
+    is_of_optimizer: bool = False
+    # it works within the model's modules, into which compiled code does not look again
+    needs_uncompiled: bool = False
+
+
+class Notes(list[str]):
+    """Lines for the log and the receipt, in words."""
+
+    def once(self, line: str) -> None:
+        """Add a line, unless it is there."""
+        if line not in self:
+            self.append(line)
+
 
 class Technique:
     """Identity technique: changes nothing at any moment.
@@ -112,56 +137,23 @@ class Technique:
     Attributes:
         field: name of the plan's field it implements.
         descriptions: its settings in words, the plainest first.
-        changes_state: whether `pack_state` and `unpack_state` do something.
-        state_per_step: whether packed state must be unpacked for an update.
-        may_skip: whether `skips_step` can say so; a step with a closure is then taken over, and the closure
-            evaluated once.
-        takes_step: whether the optimizer's step is to be taken over although nothing else says so.
-        applies: whether it is known to apply; one that decides by the first call does not know before it.
-        learns_from_calls: whether the first training forward of a batch's shape decides how those after it are run.
-        draws_in_update: whether it draws random numbers in an update, so that buckets keep their order.
-        updates_in_backward: whether a backward pass changes parameters, so that it cannot be run again.
-        changes_modules: whether it works within the model's modules, which compiled code does not look into again.
-        was_reached: whether it is at work where the loop calls parts of the model, and not the model itself.
-        comes_first: whether modules and parameters are others because of it. It is put in before the others, and these are put in
-            anew when it comes or goes.
-        is_over: whether it was to do something once, and has done it: it is then in force no longer.
-        is_engine: whether it runs the model in a way of its own, beside which no other technique is put on the model.
-        is_of_optimizer: whether it works on optimizers alone, so that it serves all models of a shared one at once.
-        only_watches: whether it has only watched the loop so far, whose memory is as without it.
-        predecessor: while `check` runs, the technique of the same kind that is in force and would make way.
+        traits: what is known of it whatever its setting.
         host: the session it is in.
-        notes: lines for the log and the receipt, in words.
+        notes: what it has to say.
     """
 
     field: ClassVar[str]
     descriptions: ClassVar[tuple[Description, ...]] = ()
-    changes_state: bool = False
-    state_per_step: bool = False
-    may_skip: bool = False
-    takes_step: bool = False
-    applies: bool = True
-    learns_from_calls: bool = False
-    draws_in_update: bool = False
-    updates_in_backward: bool = False
-    changes_modules: bool = False
-    was_reached: bool = False
-    comes_first: bool = False
-    is_over: bool = False
-    is_engine: bool = False
-    is_of_optimizer: bool = False
-    only_watches: bool = False
-    predecessor: Technique | None = None
+    traits: ClassVar[Traits] = Traits()
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.host = Host()
-        self.notes: list[str] = []
+        self.notes = Notes()
 
-    def note_once(self, line: str) -> None:
-        """Add a line to the notes, unless it is there."""
-        if line not in self.notes:
-            self.notes.append(line)
+    def brings(self) -> Iterable[object]:
+        """Return the special mechanisms that it brings along, see `memlab.runtime.mechanisms`."""
+        return (self,)
 
     # -- which plans it is in ---------------------------------------------------------------------
 
@@ -172,7 +164,7 @@ class Technique:
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
-        """The part of the plan that `check` and what is attached depend on; equal settings are kept when a plan changes."""
+        """Return the part of the plan that `check` and what is attached depend on; equal settings are kept when a plan changes."""
         return getattr(plan, cls.field)
 
     # -- asked before anything is touched: each raises `RefusalError` with the reason and the nearest thing that works ---
@@ -180,25 +172,8 @@ class Technique:
     def check(self, workload: Workload) -> None:
         """Refuse what cannot work."""
 
-    def check_compiled(self, workload: Workload) -> None:
-        """Refuse what cannot work on a compiled model, in place of `check`, where it changes modules: all, by default."""
-        raise RefusalError(
-            self.field,
-            f"{workload.name} is compiled, and compiled code does not look into its modules again",
-            "put the plan on the model before torch.compile, or train it uncompiled",
-        )
-
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer this technique cannot serve."""
-
-    def check_modes(self, workload: Workload) -> None:
-        """Refuse modes that modules are in now; a loop that has not begun may set others."""
-
-    def check_loop(self, workload: Workload, frame: FrameType) -> None:
-        """Refuse a loop that runs, by the code of its newest frame and those above: for a plan that is asked for from elsewhere."""
-
-    def check_traced(self) -> None:
-        """Refuse what a traced program of the model could not use, which holds the very weights."""
 
     # -- in and out -------------------------------------------------------------------------------
 
@@ -209,15 +184,9 @@ class Technique:
         """Change a live optimizer, now or when it is first seen; register the undo."""
 
     def close(self) -> None:
-        """The technique is out for good: drop what its undo had to leave, or, where it never came in, what lies outside of the workload."""
+        """Drop what the undo had to leave, once it is out for good; where it never came in, what lies outside of the workload."""
 
-    # -- calls of the model -----------------------------------------------------------------------
-
-    def taken_over(self) -> None:
-        """The loop calls the model, or the plan is about to change: who looks at weights next is not the loop."""
-
-    def handed_back(self) -> None:
-        """The call or the change is over, and the loop goes on."""
+    # -- while it is in ---------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one training forward."""
@@ -227,91 +196,16 @@ class Technique:
         """Run one forward in eval mode or without gradients."""
         return call(*args, **kwargs)
 
-    def trial_over(self) -> None:
-        """Forwards and backward passes since the step began were a trial: forget how much they took."""
-
-    def broken_off(self) -> None:
-        """The loop was left in the middle of a step, and begins anew with its next forward."""
-
-    # -- what it keeps ----------------------------------------------------------------------------
-
-    def pack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
-        """Map the state of one parameter to the form this technique keeps between steps."""
-        return state
-
-    def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, state: State) -> State:
-        """Map the resident form of one parameter's state back."""
-        return state
-
-    def at_home(
-        self, parameters: Sequence[torch.nn.Parameter], *, updates: bool = True
-    ) -> AbstractContextManager[None]:
-        """Context in which parameters are on the device they are used on.
-
-        Args:
-            parameters: some of the model's.
-            updates: whether they are updated within it, with their gradients beside them; else they are looked at, so
-                that state is mapped to where they are used.
-        """
-        return nullcontext()
-
-    @property
-    def parameters_visit(self) -> bool:
-        """Return whether parameters come to the device for an update, so that buckets are kept small."""
-        return type(self).at_home is not Technique.at_home
-
-    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype a parameter or buffer had before this technique; that of the tensor when it changed none."""
-        return tensor.dtype
-
-    def as_written(self) -> AsWritten | None:
-        """What the model and its optimizers have without it; None where it has put nothing in the places of theirs."""
-        return None
-
-    @property
-    def held_tensors(self) -> Sequence[torch.Tensor]:
-        """Parts of parameters that this technique keeps on the device, beside the model."""
-        return ()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes kept off the device on behalf of this technique."""
-        return 0
-
-    # -- the optimizer's step, in the order in which these are called -------------------------------
-
     def step_begins(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """The loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
-
-    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this step's update must not happen (gradients that are not finite)."""
-        return False
-
-    def whole_step(self, optimizer: torch.optim.Optimizer) -> WholeStep | None:
-        """Return what does a step in place of the user's optimizer, and says whether it has; None to leave it to that one."""
-        return None
-
-    def stepper(self, optimizer: torch.optim.Optimizer) -> Stepper | None:
-        """Return what updates parameters in place of the user's optimizer; None to leave it to that one."""
-        return None
-
-    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Some parameters will be updated next, or as soon as those are that were announced before them."""
-
-    def around_update(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        """Context in which a bucket of parameters is updated."""
-        return nullcontext()
-
-    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Some parameters have been updated, within a step."""
-
-    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """No bucket is under way any more: the update is complete, or it was broken off."""
+        """Act when the loop calls ``optimizer.step()``; nobody has looked at gradients yet."""
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        """Called after each update, skipped or not."""
+        """Act after each update, skipped or not."""
+
+
+def is_around_calls(technique: Technique) -> bool:
+    """Return whether a technique does something in training calls of the model."""
+    return type(technique).forward is not Technique.forward
 
 
 def process_count() -> int:

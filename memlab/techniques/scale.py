@@ -7,23 +7,23 @@ it. It stands on the model alone; the rest of the plan applies where the engine 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
-from memlab.plan import Plan, ScaleOut
+from memlab.plan import Plan
+from memlab.runtime.mechanisms import OwnMemory, WholeSteps
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique, WholeStep
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 
 Optimizer = torch.optim.Optimizer
 
 
-class LiveEngine(ABC):
+class LiveEngine(OwnMemory, ABC):
     """An engine over live objects, in this process.
 
     Attributes:
@@ -32,21 +32,11 @@ class LiveEngine(ABC):
 
     owns_steps = False
 
-    @property
-    def held_tensors(self) -> Sequence[torch.Tensor]:
-        """Return copies of parameters that it keeps on the device, beside those the model shows."""
-        return ()
-
-    @property
-    def host_bytes(self) -> int:
-        """Return bytes of parameters, gradients and state that it keeps off the device."""
-        return 0
-
     @abstractmethod
     def check(self) -> None:
         """Refuse what it cannot serve; nothing is touched yet."""
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most serve any
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer it cannot serve."""
 
     @abstractmethod
@@ -65,17 +55,17 @@ class LiveEngine(ABC):
     def evaluate(self, own: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a forward in eval mode or without gradients."""
 
-    def check_step(self) -> None:  # noqa: B027 - most serve any
+    def check_step(self) -> None:
         """Refuse a step with the gradients that are there."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Do a step, where it `owns_steps`; False when nothing was updated."""
         return False
 
-    def step_ended(self) -> None:  # noqa: B027 - most have nothing to do
+    def step_ended(self) -> None:
         """A step is over."""
 
-    def give_back_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most have nothing to do
+    def give_back_optimizer(self, optimizer: Optimizer) -> None:
         """Give an optimizer its state back; the engine stays as it is."""
 
     @abstractmethod
@@ -90,7 +80,7 @@ class LiveEngine(ABC):
 EngineMaker = Callable[[Plan, Workload], LiveEngine]
 
 
-class Scaling(Technique):
+class Scaling(Technique, WholeSteps):
     """Hands the model to an engine."""
 
     field = "scale"
@@ -103,7 +93,7 @@ class Scaling(Technique):
             gives_nothing="one process without --offload",
         ),
     )
-    is_engine = True
+    traits = Traits(Reduces.ENGINES, is_engine=True)
     # the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`
     makers: ClassVar[list[EngineMaker]] = []
 
@@ -111,16 +101,15 @@ class Scaling(Technique):
         super().__init__(plan)
         self._engine: LiveEngine | None = None
 
-    @classmethod
-    def wanted(cls, plan: Plan) -> bool:
-        return plan.scale is not ScaleOut.NONE
+    def brings(self) -> Iterable[object]:
+        return (self, self._engine)
 
     @classmethod
     def setting(cls, plan: Plan) -> Any:
         return plan
 
     def check(self, workload: Workload) -> None:
-        if any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters()):
+        if not workload.has_values:
             raise RefusalError(
                 "scale", f"what {self.plan.scale} needs is not predicted", "measure it: %%memfit, or memlab.measure"
             )
@@ -152,7 +141,7 @@ class Scaling(Technique):
         if not has_closure:
             self._at_work.check_step()
 
-    def whole_step(self, optimizer: Optimizer) -> WholeStep | None:
+    def whole_step(self, optimizer: Optimizer) -> Callable[[], bool] | None:
         return partial(self._at_work.step, optimizer) if self._at_work.owns_steps else None
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
@@ -162,14 +151,6 @@ class Scaling(Technique):
         if self._engine is not None:
             self._engine.close()
         self._engine = None
-
-    @property
-    def held_tensors(self) -> Sequence[torch.Tensor]:
-        return () if self._engine is None else self._engine.held_tensors
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._engine is None else self._engine.host_bytes
 
     @property
     def _at_work(self) -> LiveEngine:

@@ -28,6 +28,7 @@ from memlab.records import Category
 from memlab.runtime.aliases import GradientsBefore
 from memlab.runtime.batch import Batch
 from memlab.runtime.lazy import LazyTensor
+from memlab.runtime.mechanisms import SeenInCalls, brought
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import CacheOff, accepts_use_cache, without_global_hooks
 from memlab.runtime.own_steps import own_steps
@@ -626,7 +627,7 @@ def _before_update(trace: Trace, seen: _StepObserver) -> Trace:
 
 
 def _learn_from_calls(session: Session) -> bool:
-    return any(technique.learns_from_calls for technique in session.techniques)
+    return any(each.learns_from_calls for each in brought(session.techniques, SeenInCalls))
 
 
 def _held(session: Session) -> Iterator[Holding]:

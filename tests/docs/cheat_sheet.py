@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from memlab.techniques import TECHNIQUES
+from memlab.plan import FIELDS
+from memlab.techniques import TECHNIQUES, Technique
+from memlab.techniques.base import Reduces
 from tests.docs.markdown import NOTE, code, table
 
-# as in the table of a receipt: the category that each reduces
-GROUPS = {
-    "Activations": ("accumulation", "batchnorm", "checkpointing", "loss", "tiling"),
-    "Moments, gradients, weights": ("optimizer", "gradients", "offload", "adapters"),
-    "Number formats": ("precision",),
-    "Engines": ("scale",),
-}
 _HEAD = """# Cheat sheet
 
 {note}
@@ -43,11 +38,18 @@ Details of each flag: [flags](flags.md). Nothing became smaller? [Why did nothin
 
 def page() -> str:
     """The page."""
-    return "\n\n".join((_HEAD.format(note=NOTE), *map(_group, GROUPS), _FOOT)) + "\n"
+    groups = [_group(each) for each in Reduces if kinds_that(each)]
+    return "\n\n".join((_HEAD.format(note=NOTE), *groups, _FOOT)) + "\n"
 
 
-def _group(title: str) -> str:
-    fields = GROUPS[title]
-    said = [each for field in fields for kind in TECHNIQUES if kind.field == field for each in kind.descriptions]
+def kinds_that(reduce: Reduces) -> list[type[Technique]]:
+    """Return the techniques of a group, in the order of their flags."""
+    places = [spec.name for spec in FIELDS]
+    kinds = (kind for kind in TECHNIQUES if kind.traits.reduces is reduce)
+    return sorted(kinds, key=lambda kind: places.index(kind.field))
+
+
+def _group(title: Reduces) -> str:
+    said = [each for kind in kinds_that(title) for each in kind.descriptions]
     rows = ((code(each.flags), each.saves, each.costs, each.exactness, each.gives_nothing) for each in said)
     return f"## {title}\n\n" + table(("flag", "frees", "costs", "exact?", "saves nothing where"), rows)

@@ -6,8 +6,8 @@ import tomllib
 from typing import Any
 from urllib.parse import urlsplit
 
-from memlab.techniques import TECHNIQUES
-from tests.docs.cheat_sheet import GROUPS
+from memlab.techniques.base import Reduces
+from tests.docs.cheat_sheet import kinds_that
 from tests.docs.markdown import code, table
 
 FIRST_NOTEBOOK = "notebooks/00_make_it_fit.ipynb"
@@ -39,9 +39,7 @@ def published(pyproject: str) -> str:
 
 def techniques() -> str:
     """Return one row per technique: its first setting, what that frees, and how exact the result is."""
-    # micro-batch statistics of BatchNorm free nothing by themselves
-    fields = [field for fields in GROUPS.values() for field in fields if field != "batchnorm"]
-    said = [kind.descriptions[0] for field in fields for kind in TECHNIQUES if kind.field == field]
+    said = [kind.descriptions[0] for group in Reduces if group is not Reduces.OTHER for kind in kinds_that(group)]
     return table(("flag", "frees", "result"), ((code(each.flags), each.saves, each.exactness) for each in said))
 
 

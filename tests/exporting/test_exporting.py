@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import Workload, fit
 from memlab.errors import PlanError
-from memlab.exporting import export
+from memlab.exporting import export, parts
 from memlab.plan import Plan
 
 transformers = pytest.importorskip("transformers")
@@ -441,3 +441,11 @@ def test_two_optimizers_in_one_are_not_exported(target: str) -> None:
         "--optim muon cannot be exported: it is two optimizers, muon for the matrices of blocks and AdamW for the rest; "
         "choose another one with --optim"
     )
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_setting_that_no_target_writes_is_named(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = "left out, since only memlab does it: --tile 2"
+    assert left_out not in export("--bf16 --tile 2", to)
+    monkeypatch.setattr(parts, "WRITTEN", parts.WRITTEN - {"tiling"})
+    assert left_out in export("--bf16 --tile 2", to)

@@ -10,7 +10,7 @@ import pytest
 from memlab.errors import MemlabError, PlanError
 from memlab.plan import FIELDS, Plan
 from memlab.records import Measurement, Phase, Prediction, TimelinePoint, out_of_memory
-from memlab.records.ablation import Ablation, AblationRow, added, helps, technique_words
+from memlab.records.ablation import Ablation, AblationRow, helps, technique_words
 from memlab.units import GIB
 
 
@@ -138,10 +138,10 @@ def test_throughput_is_in_samples_where_there_are_no_tokens() -> None:
 
 
 def test_techniques_are_added_not_exchanged() -> None:
-    plan = added(Plan.parse("--offload optimizer --bf16"), Plan.parse("--offload activations:disk"))
+    plan = Plan.parse("--offload optimizer --bf16").joined(Plan.parse("--offload activations:disk"))
     assert str(plan) == "--bf16 --offload activations:disk,optimizer"
     with pytest.raises(PlanError, match="exclude each other"):
-        added(Plan.parse("--offload optimizer"), Plan.parse("--optim paged-adam8bit"))
+        Plan.parse("--offload optimizer").joined(Plan.parse("--optim paged-adam8bit"))
 
 
 def test_every_choice_of_every_field_has_words() -> None:
@@ -155,7 +155,9 @@ def test_every_choice_of_every_field_has_words() -> None:
 def test_words_name_what_is_replaced() -> None:
     before, after = Plan.parse("--checkpoint selective"), Plan.parse("--checkpoint")
     assert technique_words(before, after) == "Checkpointing: every block instead of selective; same gradient"
-    both = added(Plan.parse("--offload optimizer"), Plan.parse("--offload activations"))
+    micro = Plan.parse("--accumulate 2 --batchnorm micro")
+    assert technique_words(Plan.parse("--accumulate 2"), micro) == "BatchNorm per micro-batch; changes numerics"
+    both = Plan.parse("--offload optimizer").joined(Plan.parse("--offload activations"))
     assert technique_words(Plan.parse("--offload optimizer"), both) == "Offload: activations; same gradient"
 
 

@@ -14,8 +14,8 @@ import transformers
 
 from memlab.runtime.buckets import buckets
 from memlab.runtime.optimizer_step import plain_stepper, run_step, standin, take_over
+from memlab.runtime.state_entries import State
 from memlab.runtime.state_layers import remove_layer
-from memlab.techniques.base import State
 from tests.driving import (
     Doubling,
     FailingAt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from memlab import Plan, PlanError, RefusalError, Workload, fit
 from memlab.measuring.ledger import Ledger
 from memlab.plan import FIELDS
 from memlab.records import Category
-from memlab.session import session_of, sessions
+from memlab.session import check, session_of, sessions
 from memlab.session.in_force import InForce
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
@@ -70,7 +71,7 @@ def test_what_a_check_says_depends_on_the_setting_alone(layers: tuple[int, ...])
             with suppress(PlanError):
                 plan = Plan().with_setting(one.name, text).with_setting(other.name, beside)
                 for kind in TECHNIQUES:
-                    if is_wanted(kind, plan) and not kind.is_engine:
+                    if is_wanted(kind, plan) and not kind.traits.is_engine:
                         said.setdefault((kind, kind.setting(plan)), {})[answer(kind(plan), workload)] = plan.label
     assert [told for told in said.values() if len(told) > 1] == []
 
@@ -99,6 +100,21 @@ def test_a_setting_that_gives_nothing_without_another_is_refused_once_that_goes(
         with pytest.raises(RefusalError, match="--batchnorm micro changes nothing without --accumulate N"):
             session.switch("--batchnorm micro", now=True)
         assert session.plan == Plan.parse("--accumulate 2 --batchnorm micro")
+
+
+def test_who_asks_whether_a_plan_applies_hears_what_was_seen_of_the_loop() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = Plan.parse("--release-grads")
+    with fit(Workload(model, optimizer)) as session:
+        check(session.workload, plan)
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        with pytest.raises(
+            RefusalError, match=re.escape("the loop calls backward() a second time before optimizer.step()")
+        ):
+            check(session.workload, plan)
 
 
 class TestErrors:

@@ -690,7 +690,7 @@ class TestSwitching:
             "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params "
             "--chunk-loss --release-grads --tile 2 --lora r=2"
         )
-        if kind.is_engine:
+        if kind.traits.is_engine:
             plan = "--scale fsdp2"
         if kind.field == "batchnorm":
             model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

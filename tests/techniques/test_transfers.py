@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memlab.plan import Plan
+from memlab.runtime.mechanisms import Updating
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Technique
 from memlab.techniques.offload import activations, host_update, optimizer_state
@@ -366,7 +367,7 @@ def test_the_host_leaves_to_others_what_is_theirs() -> None:
     technique.update_on_host(optimizer)
     assert technique.stepper(optimizer) is not None
 
-    class Other(Technique):
+    class Other(Technique, Updating):
         def stepper(self, optimizer: Any) -> Any:
             return lambda parameters: None
 

@@ -46,14 +46,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import is_within_checkpoint
-from memlab.runtime.hooks import is_compiled
+from memlab.runtime.hooks import chained, is_compiled
+from memlab.runtime.mechanisms import ChangedParameters, LoopChecks, SeenInCalls, brought
 from memlab.runtime.modules import CacheOff, refuse_kept_weights
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
@@ -68,7 +68,7 @@ from memlab.techniques.accumulation.micro import Learnt, MicroRun
 from memlab.techniques.accumulation.probe import Probe
 from memlab.techniques.accumulation.split import Call, Division, Layout, row_ranges
 from memlab.techniques.accumulation.verdict import SplitVerdict
-from memlab.techniques.base import Description, ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.checkpointing.compiled import uncompiled
 
 _FULL = (Precision.KEEP, Precision.FP32)
@@ -76,7 +76,7 @@ _FULL = (Precision.KEEP, Precision.FP32)
 _MOST_TRIES = 4
 
 
-class Accumulation(Technique):
+class Accumulation(Technique, LoopChecks, SeenInCalls):
     """Split every training batch into micro-batches; the gradient is that of the whole batch.
 
     Known limitations: a second backward through the same loss of a model that returns one is not possible; neither are models
@@ -86,6 +86,7 @@ class Accumulation(Technique):
     """
 
     field = "accumulation"
+    traits = Traits(Reduces.ACTIVATIONS)
     descriptions = (
         Description(
             flags="--accumulate N",
@@ -144,7 +145,7 @@ class Accumulation(Technique):
         self._model, self._name = workload.model, workload.name
         self._batch_norms = self._batch_norms_of(workload.model)
         self._is_compiled = self._learnt.needs_graph = is_compiled(workload.model)
-        self._is_fake = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
+        self._is_fake = not workload.has_values
         undo.callback(self._forget)
         around_backward_passes(self._around_backward, undo)
 
@@ -171,14 +172,13 @@ class Accumulation(Technique):
                 )
             self._condition = self._condition_of(whole, surroundings)
         if self._condition not in self._probes:
-            run = self._in_bf16 if self.plan.precision is Precision.PURE_BF16 else None
-            self._probes[self._condition] = Probe(self._model, self._name, self._per_part, run)
+            self._probes[self._condition] = Probe(self._model, self._name, self._per_part, self._as_changed)
         return self._probes[self._condition]
 
-    def _in_bf16(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward in the precision of its parameters, as the technique below runs it."""
-        below = next(each for each in self.host.techniques() if each.field == "precision")
-        return below.evaluate(self._model.forward, args, kwargs)
+    def _as_changed(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward with parameters as other techniques have made them."""
+        below = [each.evaluate for each in self.host.techniques() if brought([each], ChangedParameters)]
+        return chained(below, self._model.forward)(*args, **kwargs)
 
     def _forget(self) -> None:
         del self._model
@@ -375,8 +375,8 @@ class Accumulation(Technique):
             judge = Judge(self._model, self._name, self._probe_of(whole), self._per_part, is_low=is_low)
             verdict = judge.judge(call, whole, layout, parts)
         self._learnt.needs_graph |= verdict is not None and verdict.needs_graph
-        for technique in self.host.techniques():
-            technique.trial_over()
+        for each in brought(self.host.techniques(), SeenInCalls):
+            each.trial_over()
         self.host.only_tried()
         if verdict is None and not judge.compared_rows and self.host.of_rescue() and not self._has_split:
             reason = f"there is no memory for two rows of a batch of {self._name}, to see whether it may be split"

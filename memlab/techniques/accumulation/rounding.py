@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memlab.runtime.autocast import as_fp32
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.dispatch import HALF, MATRIX_PRODUCTS, WatchingMode
 
 # what may come from rounding, in times of what noise of one precision changes
@@ -85,7 +86,7 @@ class _OneType(TorchFunctionMode):
 class _InFull(WatchingMode):
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # gradients of weights in half precision are cast to it by the engine
-        is_engines = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        is_engines = is_in_backward() and not torch.is_grad_enabled()
         if func is _aten._to_copy.default and kwargs.get("dtype") in HALF and not is_engines:
             kwargs = {**kwargs, "dtype": torch.float32}
         schema = func._schema

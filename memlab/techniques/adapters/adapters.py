@@ -3,7 +3,7 @@
 Rules:
 
 1. The set of parameters that train changes, and so do the optimizer's groups. This technique is therefore put in before all others,
-   and taken out after them: those that are there when it comes or goes are put in anew (`Technique.comes_first`), and look at
+   and taken out after them: those that are there when it comes or goes are put in anew (`Traits.comes_first`), and look at
    modules, parameters and groups as they are then. What changes while the adapters stay leaves them alone.
 2. The optimizer stays the same object, and so do its groups: a group has, in the places of the weights that wait, the adapters
    that are beside them. Learning rates, decays and schedulers are those of the group.
@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.extras import available, require
 from memlab.plan import Plan
+from memlab.runtime.mechanisms import AsWritten, ChangedParameters, OwnMemory, Turns
 from memlab.runtime.model_state import weights_that_wait
 from memlab.runtime.ownership import stepped_by
 from memlab.runtime.workload import Workload
@@ -36,14 +37,14 @@ from memlab.techniques.adapters import injected
 from memlab.techniques.adapters.groups import ExchangedGroups
 from memlab.techniques.adapters.injected import InjectedAdapters, adapters_of, note_adapters
 from memlab.techniques.adapters.targets import FIELD, targets_of
-from memlab.techniques.base import AsWritten, Description, Technique, process_count
+from memlab.techniques.base import Description, Reduces, Technique, Traits, process_count
 from memlab.units import format_bytes
 
 Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
 
 
-class LowRankAdapters(Technique):
+class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
     """LoRA and DoRA by peft, in place of training the weights themselves.
 
     Known limitations:
@@ -67,8 +68,7 @@ class LowRankAdapters(Technique):
             "as `--lora`",
         ),
     )
-    changes_modules = True
-    comes_first = True
+    traits = Traits(Reduces.MODEL_STATES, comes_first=True, needs_uncompiled=True)
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -126,7 +126,6 @@ class LowRankAdapters(Technique):
         if not self._asked.is_on:
             if known is not None:
                 self._end(workload, known)
-            self.is_over = True
             return
         trained = _trained(workload)
         if known is not None and known.setting == self._asked:
@@ -221,7 +220,7 @@ class LowRankAdapters(Technique):
         parameters = self._adapters.parameters()
         unreached = sum(p.grad is None for p in parameters)
         if 0 < unreached < len(parameters):
-            self.note_once(
+            self.notes.once(
                 f"{unreached} of {len(parameters)} tensors of adapters got no gradient in the first step: the model did not call their layers"
             )
 

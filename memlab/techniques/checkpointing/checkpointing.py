@@ -32,12 +32,13 @@ from memlab.runtime.autocast import autocast_as_before
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop, why_as_written
 from memlab.runtime.hooks import is_compiled
+from memlab.runtime.mechanisms import SeenInCalls
 from memlab.runtime.modules import CacheOff, cache_off, refuse_kept_weights, repeated_blocks
 from memlab.runtime.rng import Randomness
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.checkpointing import segments
 from memlab.techniques.checkpointing.budget import Budget
 from memlab.techniques.checkpointing.compiled import CompiledParts
@@ -50,7 +51,7 @@ from memlab.units import format_bytes
 _LEAST_IN_BLOCKS = 0.5
 
 
-class ActivationCheckpointing(Technique):
+class ActivationCheckpointing(Technique, SeenInCalls):
     """Recompute activations in the backward pass: those of repeated blocks, or of parts of a model that repeats none.
 
     Known limitations: what a part reads and changes outside of its modules, its arguments and the usual random states (a
@@ -61,7 +62,7 @@ class ActivationCheckpointing(Technique):
     """
 
     field = "checkpointing"
-    changes_modules = True
+    traits = Traits(Reduces.ACTIVATIONS)
     descriptions = (
         Description(
             flags="--checkpoint",
@@ -114,6 +115,9 @@ class ActivationCheckpointing(Technique):
         return plan.checkpointing, plan.tiling, plan.precision if plan.checkpointing.budget_bytes is not None else None
 
     def check(self, workload: Workload) -> None:
+        if is_compiled(workload.model):
+            self._check_compiled(workload)
+            return
         blocks = main_blocks(workload.model)
         if not blocks and not segments.first_parts(workload.model):
             raise RefusalError(
@@ -136,7 +140,7 @@ class ActivationCheckpointing(Technique):
                 "call model.gradient_checkpointing_disable() first to let memlab do it",
             )
 
-    def check_compiled(self, workload: Workload) -> None:
+    def _check_compiled(self, workload: Workload) -> None:
         if self.plan.checkpointing != "full":
             raise RefusalError(
                 self.field,
@@ -150,7 +154,7 @@ class ActivationCheckpointing(Technique):
         self._model, self._name = weakref.ref(model), workload.name
         self._compiled = CompiledParts(model, workload.name) if is_compiled(model) else None
         if self._compiled is not None:
-            self.notes = ["recomputed as the compiler chooses, which keeps a tenth of what it would keep"]
+            self.notes[:] = ["recomputed as the compiler chooses, which keeps a tenth of what it would keep"]
             return
         if self.plan.checkpointing.budget_bytes is not None:
             self._budget = Budget(self.plan.checkpointing.budget_bytes, workload.name)
@@ -182,7 +186,7 @@ class ActivationCheckpointing(Technique):
                 return call(*args, **options)
             with self._budget.applied(args, options) as budget:
                 output = call(*args, **options)
-            self.notes = [*budget.notes, *self._said_of_parts()]
+            self.notes[:] = [*budget.notes, *self._said_of_parts()]
         return output
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
@@ -250,7 +254,7 @@ class ActivationCheckpointing(Technique):
         finally:
             self._look = None
         self._is_settled = True
-        self.notes = [*(self._budget.notes if self._budget is not None else []), *self._said_of_parts()]
+        self.notes[:] = [*(self._budget.notes if self._budget is not None else []), *self._said_of_parts()]
         return output
 
     def _refuse_later_writes(self, watch: WriteWatch) -> None:
@@ -282,7 +286,7 @@ class ActivationCheckpointing(Technique):
             self._budget.decide(args, kwargs, kept)
         said = self._budget.notes if self._budget is not None else [_words(chosen, self._parts, self._name)]
         self._left_alone = left_alone
-        self.notes = [*said, *self._said_of_parts()]
+        self.notes[:] = [*said, *self._said_of_parts()]
 
     def _said_of_parts(self) -> list[str]:
         by_reason: dict[str, list[str]] = {}
@@ -331,7 +335,7 @@ class ActivationCheckpointing(Technique):
         if not is_training or torch._C._get_tracing_state() is not None:
             return False
         if are_saved_by_hooks_of_the_loop():  # of several hooks torch calls the newest alone
-            self.note_once("nothing is recomputed within hooks of the loop's own on what is saved for backward")
+            self.notes.once("nothing is recomputed within hooks of the loop's own on what is saved for backward")
             return False
         return True
 
@@ -348,7 +352,7 @@ class ActivationCheckpointing(Technique):
         then = functools.partial(self._measure, part, call) if is_measured else None
         output = again(watch=self._look, then=then, selective=self.plan.checkpointing == "selective")
         if part.why_not_again:
-            self.note_once(f"{part.name} {part.why_not_again}, and is not recomputed")
+            self.notes.once(f"{part.name} {part.why_not_again}, and is not recomputed")
         return output
 
     def _measure(self, part: Part, call: Callable[..., Any], run: Run, saved: Sequence[torch.Tensor]) -> None:

@@ -21,16 +21,17 @@ from memlab.runtime.dispatch import makes_one_graph
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lazy import LazyTensor, Waiting, may_be_read, real
 from memlab.runtime.loop_reading import made_one_graph
+from memlab.runtime.mechanisms import LoopChecks, Updating
 from memlab.runtime.stand_ins import method_of, own_attributes, stand_in
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, Technique
+from memlab.techniques.base import Description, Reduces, Technique, Traits
 from memlab.techniques.chunked_loss.deferred import DeferredLogits
 from memlab.techniques.chunked_loss.tiles import in_tiles
 
 _SMALLEST_VOCABULARY = 2048
 
 
-class ChunkedLoss(Technique):
+class ChunkedLoss(Technique, Updating, LoopChecks):
     """Compute losses of a large-vocabulary head in tiles.
 
     Known limitations: operations that `deferred` does not know (a transpose, a product with a tensor, a mask written into them)
@@ -38,8 +39,7 @@ class ChunkedLoss(Technique):
     """
 
     field = "loss"
-    changes_modules = True
-    was_reached = True
+    traits = Traits(Reduces.ACTIVATIONS, needs_uncompiled=True)
     descriptions = (
         Description(
             flags="--chunk-loss",
@@ -94,7 +94,7 @@ class ChunkedLoss(Technique):
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         _expire(self._waiting.taken())
         if self._has_deferred and in_tiles.count == self.in_tiles_before:
-            self.note_once(_NO_EFFECT)
+            self.notes.once(_NO_EFFECT)
         self._has_deferred, self.in_tiles_before = False, in_tiles.count
 
     def _compute_waiting(self) -> None:

@@ -61,16 +61,18 @@ from torch.autograd.graph import GradientEdge
 from memlab.errors import RefusalError, SessionError
 from memlab.plan import Plan
 from memlab.runtime import optimizer_step
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.buckets import is_separable, share_of, size_of
 from memlab.runtime.graphs import leaves_of
 from memlab.runtime.interrupts import Listener, deferred_interrupts, listen
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, overlap, storage_of
+from memlab.runtime.mechanisms import EarlyUpdates, Updating
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, kept_of
 from memlab.runtime.state_layers import order_state
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall, Technique, process_count
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits, process_count
 from memlab.techniques.gradient_release import reasons
 from memlab.techniques.gradient_release.groups import hear_no_more, hear_of_groups, hearing
 from memlab.techniques.gradient_release.later_uses import use_of_gradients
@@ -108,13 +110,14 @@ class _Step:
         return parameters
 
 
-class GradientRelease(Technique):
+class GradientRelease(Technique, Updating, EarlyUpdates):
     """Update inside the backward pass; see the module for the rules and the known limitations.
 
     Over 300 lines: all rules ask the same sets, of which gradients are complete, used or gone.
     """
 
     field = "gradients"
+    traits = Traits(Reduces.MODEL_STATES)
     descriptions = (
         Description(
             flags="--release-grads",
@@ -124,7 +127,6 @@ class GradientRelease(Technique):
             gives_nothing="the peak is at the end of the forward pass; with --accumulate; refused for loops that clip, accumulate or look at gradients by hand",
         ),
     )
-    takes_step = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -182,7 +184,7 @@ class GradientRelease(Technique):
         if self.host.accumulates():
             raise RefusalError(self.field, *reasons.ADDED_UP)
         own = {id(parameter) for parameter in workload.model.parameters()}
-        if any(each is not self.predecessor and not own.isdisjoint(each._owners) for each in hearing):
+        if any(each is not self.host.predecessor(self) and not own.isdisjoint(each._owners) for each in hearing):
             raise RefusalError(
                 self.field,
                 f"{workload.name} has parameters of a model that is under --release-grads already",
@@ -235,7 +237,7 @@ class GradientRelease(Technique):
         for parameter in optimizer.param_groups[-1]["params"]:
             if self._owners.get(id(parameter), optimizer) is not optimizer:
                 self._owners[id(parameter)] = None
-                self.note_once(reasons.SHARED)
+                self.notes.once(reasons.SHARED)
 
     def _forget_optimizer(self, optimizer: Optimizer) -> None:
         not_dropped = self._gone & self._used
@@ -274,7 +276,7 @@ class GradientRelease(Technique):
 
     def _interrupted(self, deliver: Callable[[], None]) -> None:
         """A Ctrl-C, while the loop is in a step or has not come to drop its gradients."""
-        if self._passes and torch._C._current_graph_task_id() != -1 and self._has_released:
+        if self._passes and is_in_backward() and self._has_released:
             self._put_off = deliver
             return
         self.broken_off()
@@ -291,7 +293,7 @@ class GradientRelease(Technique):
         Raises:
             RefusalError: it has come to a loop that goes on, as one that skips a batch, when some weights were updated.
         """
-        if not self._passes or torch._C._current_graph_task_id() != -1:
+        if not self._passes or is_in_backward():
             return
         if self._has_released and not (self._watch.is_resumed or self._is_broken):
             raise self._refusal("the loop goes on after an error has ended a backward pass", reasons.LEAVE_OUT)
@@ -309,7 +311,7 @@ class GradientRelease(Technique):
     # -- a step --------------------------------------------------------------------------------
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # recomputed in a backward pass
+        if is_in_backward():  # recomputed in a backward pass
             return call(*args, **kwargs)
         self._notice_broken_pass()
         self._watch_no_more()
@@ -365,7 +367,7 @@ class GradientRelease(Technique):
             yield from (key for (key, _), count in zip(there, counts, strict=True) if count)
 
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._is_called_between |= bool(self._complete) and torch._C._current_graph_task_id() == -1
+        self._is_called_between |= bool(self._complete) and not is_in_backward()
         return call(*args, **kwargs)
 
     def _completed(self, parameter: nn.Parameter) -> None:
@@ -428,7 +430,7 @@ class GradientRelease(Technique):
     def _begin_step(self, optimizer: Optimizer) -> _Step:
         """The first gradient for an optimizer since its step."""
         if not self._is_known:
-            self.note_once(reasons.watching(self._steps_to_watch))
+            self.notes.once(reasons.watching(self._steps_to_watch))
         step = self._steps[optimizer] = _Step(_settings_of(optimizer), len(optimizer.state), share_of(optimizer))
         return step
 

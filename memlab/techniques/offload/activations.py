@@ -32,8 +32,9 @@ from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import called_while_alive, storage_of
+from memlab.runtime.mechanisms import OwnMemory, SeenInCalls
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, ModelCall
+from memlab.techniques.base import Description, ModelCall, Reduces, Traits
 from memlab.techniques.offload.spill import Offload, Spill
 from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
@@ -313,7 +314,7 @@ def _unpack(saved: torch.Tensor | _Parked) -> torch.Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 
-class OffloadActivations(Offload):
+class OffloadActivations(Offload, SeenInCalls, OwnMemory):
     """Keep saved activations in host memory or in a file until the backward pass needs them.
 
     Known limitations:
@@ -322,6 +323,7 @@ class OffloadActivations(Offload):
     """
 
     what = Offloaded.ACTIVATIONS
+    traits = Traits(Reduces.ACTIVATIONS)
     descriptions = (
         Description(
             flags="--offload activations",
@@ -346,14 +348,14 @@ class OffloadActivations(Offload):
         self._model = workload.model
         self.spill = Spill(self._tier(workload.device), pooled=True, say=called_while_alive(self.note_once))
         self._reads_in_place = workload.device.type == "cpu"
-        self._is_twin = any(isinstance(parameter, FakeTensor) for parameter in workload.model.parameters())
+        self._is_twin = not workload.has_values
         undo.callback(self._forget_pool)
 
     def forward(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._model is None or self.spill is None:
             return call(*args, **kwargs)  # run again by a backward pass that comes when the plan has gone
         if are_saved_by_hooks_of_the_loop():  # of several hooks torch calls the newest alone
-            self.note_once(
+            self.notes.once(
                 "activations stay where a call is within hooks of the loop's own on what is saved for backward"
             )
             return call(*args, **kwargs)

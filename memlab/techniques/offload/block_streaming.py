@@ -34,6 +34,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.autocast import without_cached_casts
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.callers import handed_over
 from memlab.runtime.dispatch import WritesWatch
 from memlab.runtime.graphs import is_transformed, why_as_written
@@ -316,7 +317,7 @@ class BlockStreaming:
 
     def pass_ended(self) -> None:
         """A forward or backward pass is over: nothing is on its way, and what is at rest may be read and written."""
-        while self._open and torch._C._current_graph_task_id() == -1:  # a Ctrl-C passes hooks by
+        while self._open and not is_in_backward():  # a Ctrl-C passes hooks by
             self._open.pop()[1].close()
         self._ahead.clear()
         self.link.settle()
@@ -339,7 +340,7 @@ class BlockStreaming:
 
     def _look_ahead(self, block: nn.Module) -> None:
         """Begin to fetch the block that comes next: the one before, when a backward pass recomputes."""
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = is_in_backward()
         place = self._places[id(block)] + (-1 if is_backward else 1)
         self._ahead.clear()
         if not 0 <= place < len(self._blocks):

@@ -22,8 +22,10 @@ import torch
 from torch import nn
 
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
+from memlab.runtime.backward import is_in_backward
 from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
+from memlab.runtime.mechanisms import Turns
 from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values
 from memlab.techniques.offload.block_streaming import BlockStreaming, fills_its_storage
 from memlab.techniques.offload.spill import PLAIN
@@ -33,7 +35,7 @@ Parameter = nn.Parameter
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-class Lending(WatchedTensors):
+class Lending(WatchedTensors, Turns):
     """Lends parameters at rest to the loop's own code.
 
     Args:
@@ -134,7 +136,7 @@ class Lending(WatchedTensors):
 
     def rest_again(self, parameters: Sequence[Parameter] | None = None) -> None:
         """Put to rest what nobody holds, of all parameters or some; within a backward pass nothing."""
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             return
         home = self._streaming.link.device
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

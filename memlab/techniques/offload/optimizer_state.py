@@ -28,12 +28,14 @@ from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
 from memlab.runtime.lifetimes import called_while_alive
+from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating, Visiting, brought
+from memlab.runtime.optimizer_step import foreign_stepper
 from memlab.runtime.ownership import parameters_in
-from memlab.runtime.state_entries import PackedState, kept_of
+from memlab.runtime.state_entries import PackedState, State, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import Description, State, Stepper, Technique
+from memlab.techniques.base import Description, Reduces, Technique, Traits
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
 from memlab.techniques.offload.spill import PLAIN, Offload, Spill, consists_of_others, is_spilled, made_anew
@@ -51,7 +53,7 @@ class _Kept:
     sent: Any = None  # what says that it is done
 
 
-class OffloadOptimizer(Offload):
+class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
     """Keeps optimizer state in host memory beside a GPU, or in files beside the CPU.
 
     Known limitations:
@@ -68,8 +70,7 @@ class OffloadOptimizer(Offload):
             gives_nothing="the peak is in an update that holds one large parameter; the optimizer keeps no state",
         ),
     )
-    changes_state = True
-    is_of_optimizer = True
+    traits = Traits(Reduces.MODEL_STATES, is_of_optimizer=True)
     state_per_step = True
 
     def __init__(self, plan: Plan) -> None:
@@ -227,7 +228,7 @@ class OffloadOptimizer(Offload):
             return None
         others = [technique for technique in self.host.techniques() if technique is not self]
         # parameters that come for their update are updated where they come to
-        is_elsewhere = any(technique.parameters_visit or technique.stepper(optimizer) for technique in others)
+        is_elsewhere = brought(others, Visiting) or foreign_stepper(optimizer, others) is not None
         return None if is_elsewhere else update
 
     def _choose_place(self, optimizer: Optimizer) -> None:

@@ -38,16 +38,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
-from memlab.runtime.backward import is_added
+from memlab.runtime.backward import is_added, is_in_backward
 from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held, held_by_others, is_saved, storage_of
 from memlab.runtime.loop_reading import made_one_graph, of_one_graph
+from memlab.runtime.mechanisms import LoopChecks, OwnMemory, SeenInCalls, StateForm, Visiting
 from memlab.runtime.modules import repeated_blocks
+from memlab.runtime.state_entries import State
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, process_count
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Reduces, Traits, process_count
 from memlab.techniques.offload.block_streaming import (
     BlockStreaming,
     ParameterCopies,
@@ -64,11 +66,11 @@ Optimizer = torch.optim.Optimizer
 Parameter = nn.Parameter
 
 
-class OffloadParams(Offload):
+class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
     """Stream the parameters of repeated blocks; see the module for the rules and the known limitations."""
 
     what = Offloaded.PARAMS
-    changes_modules = True
+    traits = Traits(Reduces.MODEL_STATES, needs_uncompiled=True)
     was_reached = True
     descriptions = (
         Description(
@@ -84,6 +86,7 @@ class OffloadParams(Offload):
         super().__init__(plan)
         self._spill: Spill | None = None
         self._lending: Lending | None = None  # beside a GPU
+        self._state: list[StateForm] = []  # likewise; on the CPU parameters rest on the very device they are used on
         # parameters that are on the device for an update or a change of state
         self._visiting: frozenset[int] = frozenset()
         # once it is attached
@@ -118,7 +121,7 @@ class OffloadParams(Offload):
                 f"params: {workload.name} repeats no block (a ModuleList or Sequential of several modules that have parts, all of one class)",
                 "use --offload optimizer,activations",
             )
-        if not isinstance(self.predecessor, OffloadParams) and any(
+        if self.host.predecessor(self) is None and any(
             gradient_is_held(p) for block in blocks for p in block.parameters()
         ):
             raise RefusalError(
@@ -126,7 +129,7 @@ class OffloadParams(Offload):
                 f"params: {HOLDS_GRADIENTS}, which would be others off the device",
                 "use --offload optimizer,activations, or drop them first (optimizer.zero_grad())",
             )
-        if not isinstance(self.predecessor, OffloadParams) and not _movable(workload.model, blocks):
+        if self.host.predecessor(self) is None and not _movable(workload.model, blocks):
             raise RefusalError(
                 self.field,
                 f"params: no parameter in the blocks of {workload.name} is large enough ({SMALL_ELEMENTS} elements) "
@@ -189,14 +192,7 @@ class OffloadParams(Offload):
             )
             self._gradients.is_held = self._lending.holds_gradient
             undo.callback(self._lending.taken_over)
-
-    def taken_over(self) -> None:
-        if self._lending is not None:
-            self._lending.taken_over()
-
-    def handed_back(self) -> None:
-        if self._lending is not None:
-            self._lending.handed_back()
+            self._state = [_StateAtHome(link.device, self._is_away)]
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         if not is_separable(optimizer):
@@ -250,7 +246,7 @@ class OffloadParams(Offload):
 
     def _leave_broken_pass(self) -> None:
         """Put to rest what a backward pass that broke off has left on the device; within one nothing."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._streaming.pass_ended()
             self._gradients.pass_ended()
 
@@ -289,18 +285,11 @@ class OffloadParams(Offload):
         finally:
             self._streaming.link.settle()
 
-    @property
-    def changes_state(self) -> bool:  # type: ignore[override]
-        # on the CPU parameters rest on the very device they are used on, and so does loaded state
-        return self._lending is not None
+    def brings(self) -> Iterator[object]:
+        yield from (self, self._lending, *self._state)
 
-    def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
-        # `load_state_dict` has put it where the parameter rests
-        home = self._streaming.link.device
-        if self._streaming.resting(parameter) is None and id(parameter) not in self._visiting:
-            return state
-        on_device = counts_on_device(group_of(optimizer, parameter))
-        return {name: _placed(value, home, on_device=on_device) for name, value in state.items()}
+    def _is_away(self, parameter: Parameter) -> bool:
+        return self._streaming.resting(parameter) is not None or id(parameter) in self._visiting
 
     def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self._streaming.link.overlaps and _is_scaled_by_the_loop():
@@ -528,6 +517,19 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
 
 
 # --- state and scalers ----------------------------------------------------------------------------
+
+
+class _StateAtHome(StateForm):
+    """State on the device its parameter is used on: `load_state_dict` puts it where the parameter rests."""
+
+    def __init__(self, home: torch.device, is_away: Callable[[Parameter], bool]) -> None:
+        self._home, self._is_away = home, is_away
+
+    def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
+        if not self._is_away(parameter):
+            return state
+        on_device = counts_on_device(group_of(optimizer, parameter))
+        return {name: _placed(value, self._home, on_device=on_device) for name, value in state.items()}
 
 
 def _placed(value: Any, home: torch.device, *, on_device: bool) -> Any:

@@ -27,12 +27,13 @@ from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
 from memlab.runtime.buckets import group_of
+from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating
 from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.ownership import parameters_in
-from memlab.runtime.state_entries import PackedState, kept_of, set_state
+from memlab.runtime.state_entries import PackedState, State, kept_of, set_state
 from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import State, Stepper, Technique
+from memlab.techniques.base import Reduces, Technique, Traits
 from memlab.techniques.offload.spill import ParkedStates
 from memlab.techniques.optimizer.replacements import (
     REPLACEMENTS,
@@ -48,7 +49,7 @@ Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
 
-class OptimizerConversion(Technique):
+class OptimizerConversion(Technique, StateForm, Updating, OwnMemory):
     """One of `REPLACEMENTS` in place of the user's Adam, moments converted.
 
     Known limitations:
@@ -59,8 +60,7 @@ class OptimizerConversion(Technique):
 
     field = "optimizer"
     descriptions = tuple(row.description for row in REPLACEMENTS.values() if row.description is not None)
-    changes_state = True
-    is_of_optimizer = True
+    traits = Traits(Reduces.MODEL_STATES, is_of_optimizer=True)
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -101,14 +101,14 @@ class OptimizerConversion(Technique):
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         if self._row.is_already(optimizer):
-            self.note_once(f"already {type(optimizer).__name__}: --optim {self.choice} changes nothing")
+            self.notes.once(f"already {type(optimizer).__name__}: --optim {self.choice} changes nothing")
             return
         undo.callback(self._conversions.pop, optimizer, None)
         self._conversions[optimizer] = _Conversion(
             optimizer, self.choice, self._updates, lambda: self.host.techniques()
         )
         for note in self._row.notes:
-            self.note_once(note)
+            self.notes.once(note)
 
     def pack_state(self, optimizer: Optimizer, parameter: Parameter, state: State) -> State:
         conversion = self._conversions.get(optimizer)

@@ -15,7 +15,7 @@ import torch
 
 from memlab.extras import require
 from memlab.runtime.buckets import counts_on_device
-from memlab.techniques.base import State
+from memlab.runtime.state_entries import State
 
 Group = Mapping[str, Any]
 _BLOCK_ELEMENTS = 256  # bitsandbytes: elements that share one scale in an 8-bit optimizer

@@ -31,10 +31,11 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.backward import around_backward_passes, is_in_backward
 from memlab.runtime.graphs import Beginning, are_batched
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.lifetimes import called_while_alive
+from memlab.runtime.mechanisms import Skipping
 from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.workload import Workload
 
@@ -43,7 +44,7 @@ _GROWTH_STEPS = 2000
 _Nodes = dict[int, Any]  # by identity; they are kept, so that no other gets theirs
 
 
-class LossScale:
+class LossScale(Skipping):
     """Dynamic loss scale by the rules of `torch.amp.GradScaler`, without a scaler in the loop."""
 
     def __init__(self) -> None:
@@ -155,7 +156,7 @@ class LossScale:
         if self._is_off:
             yield
             return
-        within = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+        within = torch._C._current_autograd_node() if is_in_backward() else None
         if within is not None and not any(id(within) in nodes for nodes in self._outside):
             yield  # a pass in the middle of a call, whose gradients are scaled
             return
@@ -199,7 +200,7 @@ class LossScale:
 
     def _look_at_update_by_hand(self, found: Iterable[torch.Tensor]) -> None:
         workload = self._workload()
-        if workload is not None and not workload.optimizers and self.found_bad_gradients():
+        if workload is not None and not workload.optimizers and self.skips_step():
             self._without_update(found)
 
     def _without_update(self, found: Iterable[torch.Tensor]) -> None:
@@ -235,7 +236,7 @@ class LossScale:
         self._sums.append(true_gradient.detach().sum())
         return true_gradient
 
-    def found_bad_gradients(self) -> bool:
+    def skips_step(self) -> bool:
         """Return whether a gradient since the last step was inf or nan; adapts the scale (waits for the device).
 
         Several optimizers of one model ask in turn; the later ones get the answer of the first.

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.homes import home_of
 from memlab.runtime.lifetimes import is_shared, storage_of
+from memlab.runtime.mechanisms import ChangedParameters, OwnMemory
 from memlab.techniques.precision.moments import join_master, split_master
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -38,7 +39,7 @@ def _alone(method: _Method) -> _Method:
     return cast("_Method", locked)
 
 
-class Masters:
+class Masters(ChangedParameters, OwnMemory):
     """Tensors in bf16, each with what it lacks of its fp32 master.
 
     That is the lower half of the bits, or, while somebody holds values that were shown or has written to them, the master
@@ -67,9 +68,13 @@ class Masters:
         return bool(self._rest)
 
     @property
-    def held(self) -> tuple[torch.Tensor, ...]:
+    def held_tensors(self) -> tuple[torch.Tensor, ...]:
         """Copies that are kept beside the tensors."""
         return tuple(self._rest.values())
+
+    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return fp32 for what is kept in bf16 here."""
+        return torch.float32 if tensor in self else tensor.dtype
 
     @_alone
     def split(self, tensor: torch.Tensor, *, whole: bool) -> None:

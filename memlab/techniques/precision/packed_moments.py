@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,21 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.state_entries import PackedState, held_states, kept_of
+from memlab.runtime.mechanisms import OwnMemory, StateForm, Updating
+from memlab.runtime.state_entries import PackedState, State, held_states, kept_of
 from memlab.runtime.state_layers import shown
-from memlab.techniques.base import State, Technique
+from memlab.techniques.base import Technique
 from memlab.techniques.offload.spill import ParkedStates
 from memlab.techniques.precision.moments import round_stochastically
 
 Optimizer = torch.optim.Optimizer
 
 
-class PackedMoments:
-    """Packs the state of one parameter at a time."""
+class PackedMoments(StateForm, Updating, OwnMemory):
+    """Packs the state of one parameter at a time; what is new in moments is rounded at random."""
+
+    state_per_step = True
+    draws_in_update = True
 
     def __init__(self, note: Callable[[str], None], techniques: Callable[[], Sequence[Technique]]) -> None:
         self._note = note  # told what is left as it is
@@ -43,7 +47,7 @@ class PackedMoments:
         for parameter, state in held_states(optimizer):
             self._note_own(parameter, state, but={})
 
-    def pack(self, optimizer: Optimizer, parameter: nn.Parameter, state: State) -> State:
+    def pack_state(self, optimizer: Optimizer, parameter: nn.Parameter, state: State) -> State:
         if not is_separable(optimizer):
             self._note(
                 f"{type(optimizer).__name__} is not of torch: what it keeps is left as it is, since it may not be moments"
@@ -64,7 +68,7 @@ class PackedMoments:
     def _layers_at_rest(self) -> Sequence[Technique] | None:
         return None if self._is_stepping else self._techniques()
 
-    def unpack(self, optimizer: Optimizer, parameter: torch.Tensor, state: State) -> State:
+    def unpack_state(self, optimizer: Optimizer, parameter: nn.Parameter, state: State) -> State:
         if not is_separable(optimizer):
             return state
         if self._is_stepping:
@@ -80,17 +84,17 @@ class PackedMoments:
         is_ours = _is_moment(parameter, value, torch.bfloat16) and (id(parameter), key) not in self._own
         return value.float() if is_ours else value
 
-    def step_begins(self) -> None:
+    def bucket_coming(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._is_stepping = True
 
-    def bucket_updated(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    def bucket_updated(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._packed.clear()
         parked = self._parked.get(optimizer)
         if parked:
             for parameter in parameters:
                 parked.drop(parameter)
 
-    def step_ended(self) -> None:
+    def buckets_over(self, optimizer: Optimizer) -> None:
         self._is_stepping = False
         self._packed.clear()
 

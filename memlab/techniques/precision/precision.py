@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,17 +29,17 @@ from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import as_fp32, without_autocast
-from memlab.runtime.backward import around_backward_passes
-from memlab.runtime.buckets import is_separable
+from memlab.runtime.backward import around_backward_passes, is_in_backward
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held
 from memlab.runtime.loop_reading import made_one_graph, of_one_graph
+from memlab.runtime.mechanisms import LoopChecks
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.state_layers import at_home
 from memlab.runtime.tree import Lent, flatten, in_leaves
 from memlab.runtime.workload import Workload
-from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, State, Technique
+from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.precision.cast_outputs import CastOutputs
 from memlab.techniques.precision.first_call import (
     AUTOCAST_DTYPES,
@@ -67,7 +67,7 @@ _TOGETHER = (
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch gives each
 
 
-class PrecisionChoice(Technique):
+class PrecisionChoice(Technique, LoopChecks):
     """Run forward and backward in another number format.
 
     Tolerances over 100 steps against fp32 are stated and tested in ``tests/techniques/test_precision.py``.
@@ -79,6 +79,7 @@ class PrecisionChoice(Technique):
     """
 
     field = "precision"
+    traits = Traits(Reduces.FORMATS)
     descriptions = (
         Description(
             flags="--bf16",
@@ -116,36 +117,26 @@ class PrecisionChoice(Technique):
         self._masters = Masters()
         self._pure: PureBf16 | None = None
         self._outputs = CastOutputs()
-        self._moments = PackedMoments(self.note_once, lambda: self.host.techniques())
+        self._moments = PackedMoments(self.notes.once, lambda: self.host.techniques())
         self._model: Callable[[], nn.Module | None] = lambda: None
         # parts that were there in a call that was looked at, by whether it had gradients and whether the model was in training mode
         self._known: defaultdict[tuple[bool, bool], MutableMapping[nn.Module, None]] = defaultdict(WeakIdKeyDictionary)
         self._is_looked_at = False  # in this step
         self._name = ""
 
-    @property
-    def draws_in_update(self) -> bool:  # type: ignore[override]
-        return self.plan.precision is Precision.PURE_BF16  # moments are rounded at random
-
-    @property
-    def changes_state(self) -> bool:  # type: ignore[override]
-        return self._is(Precision.PURE_BF16)
-
-    state_per_step = True
-
-    @property
-    def was_reached(self) -> bool:  # type: ignore[override]
-        return self._pure is not None and self._pure.was_reached
-
-    @property
-    def may_skip(self) -> bool:  # type: ignore[override]
-        return self._is(Precision.FP16)
+    def brings(self) -> Iterator[object]:
+        yield from (self, self._masters, self._pure)
+        if self._is(Precision.PURE_BF16):
+            yield self._moments
+        if self._is(Precision.FP16):
+            yield self._scaler
 
     def check(self, workload: Workload) -> None:
         precision = self.plan.precision
         # pure bf16 may be what is to be changed
-        before = Technique(self.plan) if self.predecessor is None else self.predecessor
-        dtypes = {before.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
+        before = self.host.predecessor(self)
+        masters = self._masters if before is None else before._masters
+        dtypes = {masters.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
         if precision is Precision.TF32 and workload.device.type != "cuda":
             raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
         if precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16) and dtypes - {torch.float32}:
@@ -212,7 +203,7 @@ class PrecisionChoice(Technique):
             case Precision.TF32:
                 _set_matmul_precision("high", undo)
             case Precision.FP16:
-                self._scaler.watch(workload, self.note_once, self._withdraw, undo)
+                self._scaler.watch(workload, self.notes.once, self._withdraw, undo)
             case Precision.PURE_BF16:
                 for optimizer in workload.optimizers:
                     self._moments.expect(optimizer)
@@ -248,7 +239,7 @@ class PrecisionChoice(Technique):
         model = self._model()
         if self._pure is not None and model is not None:
             self._refuse_hooks_together(model)
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             # run again by the loop's own checkpointing, which ends it by an exception
             return self._lowered(call, args, kwargs)
         model = None if self._is_looked_at else model
@@ -313,17 +304,9 @@ class PrecisionChoice(Technique):
     def evaluate(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._pure is None:
             return call(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1 or why_as_written():
+        if is_in_backward() or why_as_written():
             return self._lowered(call, args, kwargs)
         return self._looked_at(self._model(), call, args, kwargs)
-
-    def taken_over(self) -> None:
-        if self._pure is not None:
-            self._pure.taken_over()
-
-    def handed_back(self) -> None:
-        if self._pure is not None:
-            self._pure.handed_back()
 
     def _lowered(self, call: ModelCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         match self.plan.precision:
@@ -347,7 +330,7 @@ class PrecisionChoice(Technique):
         if self._is(Precision.FP16):
             self._scaler.call_begins(is_own=is_own)
         if is_own:
-            self.note_once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
+            self.notes.once(f"the loop already runs under autocast ({self.plan.precision}); its own precision is kept")
             return call(*args, **kwargs)
         entered, left = (self._scaler.entered, self._scaler.left) if self._is(Precision.FP16) else (_same, _same)
 
@@ -381,54 +364,12 @@ class PrecisionChoice(Technique):
             for alias, own in aliases:
                 alias.data = own.data
 
-    def skips_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._is(Precision.FP16) and self._scaler.found_bad_gradients()
-
     # -- steps ---------------------------------------------------------------------------------
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         self._is_looked_at = False
         if self._pure is not None:
             self._pure.step_ended()
-
-    def canonical_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        return torch.float32 if tensor in self._masters else tensor.dtype
-
-    @property
-    def held_tensors(self) -> Sequence[torch.Tensor]:
-        return self._masters.held
-
-    @property
-    def host_bytes(self) -> int:
-        return self._moments.host_bytes
-
-    def pack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
-        return self._moments.pack(optimizer, parameter, state)
-
-    def unpack_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: State) -> State:
-        return self._moments.unpack(optimizer, parameter, state)
-
-    def bucket_coming(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._moments.step_begins()
-
-    def bucket_updated(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._moments.bucket_updated(optimizer, parameters)
-
-    def buckets_over(self, optimizer: torch.optim.Optimizer) -> None:
-        self._moments.step_ended()
-
-    def around_update(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        if self._pure is None:
-            return nullcontext()
-        if not is_separable(optimizer) and any(p.grad is not None and p.grad.requires_grad for p in parameters):
-            raise RefusalError(
-                self.field,
-                f"{type(optimizer).__name__} may differentiate gradients (create_graph), whose graph is of bf16 parameters",
-                "use --bf16",
-            )
-        return self._pure.updated(parameters)
 
 
 def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:

@@ -32,12 +32,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.runtime.autocast import as_fp32, without_autocast
-from memlab.runtime.backward import around_backward_passes
+from memlab.runtime.backward import around_backward_passes, is_in_backward
+from memlab.runtime.buckets import is_separable
 from memlab.runtime.callers import is_in_hook
 from memlab.runtime.graphs import Beginning, nodes_of
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lifetimes import held_by_others, is_shared
+from memlab.runtime.mechanisms import SeenInCalls, Turns, Updating
 from memlab.runtime.touch import Touch
 from memlab.runtime.tree import Lent, is_plain, tensors_in
 from memlab.techniques.base import ModelCall
@@ -59,8 +61,10 @@ class _Given:
     version: int  # of that, when it was made
 
 
-class PureBf16:
+class PureBf16(Updating, Turns, SeenInCalls):
     """Weights in bf16 for the model, and in fp32 for the loop."""
+
+    changes_parameters = True
 
     def __init__(
         self,
@@ -112,11 +116,6 @@ class PureBf16:
             is_split = any(p in masters for p in part.parameters())
             if is_split and part is not model and not isinstance(part, torch.jit.ScriptModule):
                 CallHook(part, partial(self._part, weakref.ref(part)), breaks_graphs=True).install(undo)
-
-    @property
-    def was_reached(self) -> bool:
-        """Return whether the loop has called parts of the model by themselves."""
-        return any(self._seen.values())
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -206,7 +205,7 @@ class PureBf16:
     ) -> Any:
         """A call of a part: by the model, by a backward pass that runs it again, or by the loop."""
         is_within = threading.get_ident() in self._inside
-        if not is_within and _is_in_backward():
+        if not is_within and is_in_backward():
             self._lend_to_backward()
             # what it is given tells who had called it
             given = {leaf.dtype for leaf in tensors_in((args, kwargs)) if leaf.is_floating_point()}
@@ -222,6 +221,7 @@ class PureBf16:
                 return self.run(call, args, kwargs)
             output = self._first(type(part).__name__, part, call, args, kwargs)
             seen[part] = None
+            self.was_reached = True
             return output
         finally:
             if is_loops_turn:
@@ -255,7 +255,7 @@ class PureBf16:
         """Return whether this thread is within the model or a backward pass, which compute with weights as they are kept."""
         if threading.get_ident() in self._inside:
             return True
-        return _is_in_backward() and not (frame is not None and is_in_hook(frame))
+        return is_in_backward() and not (frame is not None and is_in_hook(frame))
 
     # -- what the loop sees --------------------------------------------------------------------
 
@@ -302,6 +302,17 @@ class PureBf16:
         with deferred_interrupts(), self._at_home(split), self.updated(split):
             yield
 
+    def around_update(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        if not is_separable(optimizer) and any(p.grad is not None and p.grad.requires_grad for p in parameters):
+            raise RefusalError(
+                "precision",
+                f"{type(optimizer).__name__} may differentiate gradients (create_graph), whose graph is of bf16 parameters",
+                "use --bf16",
+            )
+        return self.updated(parameters)
+
     @contextmanager
     def updated(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Context in which tensors are their masters, on the device where they are."""
@@ -322,10 +333,6 @@ def _require_in_force(pure: PureBf16 | None) -> None:
             "this was computed with weights in pure bf16, which was taken off before its backward pass",
             "compute it again, or take pure bf16 off after backward()",
         )
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def as_bf16(leaf: Any) -> Any:

@@ -35,12 +35,13 @@ from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.dispatch import HALF
 from memlab.runtime.dropped_graphs import held_by_graph
 from memlab.runtime.graphs import why_as_written
+from memlab.runtime.mechanisms import SeenInCalls
 from memlab.runtime.model_state import State, Written
 from memlab.runtime.modules import repeated_blocks
 from memlab.runtime.stand_ins import method_of, stand_in
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.split import row_ranges
-from memlab.techniques.base import Description, ModelCall, Technique
+from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
 from memlab.techniques.checkpointing.recomputation import RecomputationCheck, contexts
 from memlab.techniques.chunked_loss import large_heads
 from memlab.techniques.tiling.feed_forward import (
@@ -58,7 +59,7 @@ LARGE_BYTES = 1 * MIB
 _WITHOUT_CASTS = (Precision.FP32, Precision.TF32, Precision.PURE_BF16)
 
 
-class Tiling(Technique):
+class Tiling(Technique, SeenInCalls):
     """Compute large feed-forward parts, and under autocast other large linear layers, in tiles.
 
     Known limitations: with dropout within a feed-forward part its masks are drawn tile by tile: other numbers of the
@@ -68,7 +69,7 @@ class Tiling(Technique):
     """
 
     field = "tiling"
-    changes_modules = True
+    traits = Traits(Reduces.ACTIVATIONS, needs_uncompiled=True)
     was_reached = True
     descriptions = (
         Description(
@@ -137,7 +138,7 @@ class Tiling(Technique):
         self._row_parts |= {id(part.owner) for part in unlooked if not has_hooks(part) and treats_rows_alike(part)}
         self._mixing += len(unlooked) - len(self._row_parts) if unlooked else 0
         output = call(*args, **kwargs)
-        self.notes = [self._words()]
+        self.notes[:] = [self._words()]
         return output
 
     def _words(self) -> str:
