@@ -17,7 +17,7 @@ BINDER = ROOT / "binder"
 def test_packages_come_from_the_tested_set_and_torch_without_cuda() -> None:
     lines = (BINDER / "requirements.txt").read_text().splitlines()
     assert "-c ../constraints.txt" in lines
-    assert "-e .[lab]" in lines
+    assert "-e .[lab,adapters]" in lines
     assert "--extra-index-url https://download.pytorch.org/whl/cpu" in lines
     pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     named = {line for line in lines if line and not line.startswith(("-", "#"))}

@@ -74,6 +74,7 @@ _CHAPTERS = (
     "01_where_the_memory_goes", "02_gradient_accumulation", "03_checkpointing", "04_lower_precision", "05_8_bit_adam",
     "06_offload", "07_finding_the_plan",
     "10_inference", "11_your_own_model", "12_it_fits_and_fails_later",
+    "13_adapters", "14_evaluating_and_saving",
 )  # fmt: skip
 _CHAPTER_RAM_KIB = round(1.5 * 2**20)
 # not `ru_maxrss`: a child starts with its parent's, that is with what the tests before this one took

@@ -63,7 +63,9 @@ def _arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
         arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
     arguments += _PRECISION.get(plan.precision, [])
     if plan.optimizer is not OptimizerChoice.KEEP:
-        arguments.append(f'optim="{replacement_of(plan).trainer}",')
+        row = replacement_of(plan)
+        rates = "" if row.rate == 1 else f"  # with {row.rate} × learning_rate and {1 / row.rate:g} × weight_decay"
+        arguments.append(f'optim="{row.trainer}",{rates}')
     arguments += _engine(plan, scale)
     return [*batch, "args = TrainingArguments(", *indent(arguments, 4), ")"]
 

@@ -13,6 +13,7 @@ from memlab.errors import WorkloadError
 from memlab.measuring.ledger import Ledger
 from memlab.records import Category, TimelinePoint
 from memlab.runtime.cuda_room import allowed_share, workspaces
+from memlab.runtime.host_memory import pinned
 from memlab.units import MIB, format_bytes
 
 
@@ -143,7 +144,7 @@ class CudaDevice(Device):
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
         if not loss.is_cuda:
             return float(loss)
-        copy = torch.empty(loss.shape, dtype=loss.dtype, device="cpu", pin_memory=True)
+        copy = pinned(loss.nbytes).view(loss.dtype).view(loss.shape)
         return copy.copy_(loss, non_blocking=True)
 
     def reset_peaks(self) -> None:

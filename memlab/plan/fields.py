@@ -205,7 +205,7 @@ FIELDS: tuple[PlanField, ...] = (
         alike=EIGHT_BIT, searched=("keep", "adam8bit"), untrained="no optimizer runs",
         names={
             "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
-            "sgd": "SGD", "muon": "Muon",
+            "lion8bit": "8-bit Lion", "sgd": "SGD", "muon": "Muon",
         },
     ),
     PlanField(

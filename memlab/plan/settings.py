@@ -178,6 +178,7 @@ class OptimizerChoice(StrEnum):
     ADAMW = "adamw"
     ADAM8BIT = "adam8bit"
     PAGED_ADAM8BIT = "paged-adam8bit"
+    LION8BIT = "lion8bit"
     ADAFACTOR = "adafactor"
     SGD = "sgd"
     MUON = "muon"

@@ -11,15 +11,18 @@ from memlab.hardware.gpus import gpu_for
 from memlab.plan import FIELDS, Plan
 from memlab.records import Prediction
 from memlab.rescue.fallback import Place, next_plans
-from memlab.units import format_bytes, parse_bytes
+from memlab.rescue.machine import held_by_others
+from memlab.runtime.out_of_memory import PRINTED_SIZE, printed_bytes
+from memlab.units import format_bytes
 
 # labels of this many plans are read; of more, the first ones and the last
 _LABELS_SHOWN = 5
-_SIZE = r"(\d+(?:\.\d+)? (?:bytes|[KMGT]iB|B))"
 # torch's CUDA allocator and memlab's CPU ledger
-_CAPACITY = re.compile(rf"capacity (?:of )?{_SIZE},? of which {_SIZE} is free", re.IGNORECASE)
-_ALLOWED = re.compile(rf"{_SIZE} allowed")
-_OF_TORCH = re.compile(rf"{_SIZE} is allocated by PyTorch.*?{_SIZE} is reserved by PyTorch but unallocated", re.DOTALL)
+_CAPACITY = re.compile(rf"capacity (?:of )?{PRINTED_SIZE},? of which {PRINTED_SIZE} is free", re.IGNORECASE)
+_ALLOWED = re.compile(rf"{PRINTED_SIZE} allowed")
+_OF_TORCH = re.compile(
+    rf"{PRINTED_SIZE} is allocated by PyTorch.*?{PRINTED_SIZE} is reserved by PyTorch but unallocated", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,11 @@ class Room:
         found = _CAPACITY.search(error)
         if found is None:
             return None
-        capacity_bytes, free_bytes = map(_bytes, found.groups())
+        capacity_bytes, free_bytes = map(printed_bytes, found.groups())
         of_torch, allowed = _OF_TORCH.search(error), _ALLOWED.search(error)
-        held_bytes, idle_bytes = map(_bytes, of_torch.groups()) if of_torch else (capacity_bytes - free_bytes, 0)
+        held_bytes, idle_bytes = map(printed_bytes, of_torch.groups()) if of_torch else (capacity_bytes - free_bytes, 0)
         if allowed is not None:
-            capacity_bytes = _bytes(allowed.group(1))
+            capacity_bytes = printed_bytes(allowed.group(1))
             free_bytes = min(free_bytes, max(0, capacity_bytes - held_bytes - idle_bytes))
         return cls(capacity_bytes, free_bytes, held_bytes, idle_bytes)
 
@@ -77,6 +80,7 @@ def nothing_fits(
     # whether parameters and optimizer state are as before the step; they are not when the update was done for some
     # parameters
     is_as_before: bool = True,
+    elsewhere: str = "",  # where there is room beside this device, in words
 ) -> str:
     """Return what was tried, how far off it is, what would do, and in which state everything is.
 
@@ -105,6 +109,7 @@ def nothing_fits(
             f"Step {last.step} ran out of memory under every plan there is to try: {_listed(tried, no_room)}.",
             f"{_asked(last.requested_bytes, room)}{_needs(last, room, capacity_bytes, predicted)}.",
             f"{_otherwise(closed)}.",
+            *([f"{elsewhere}."] if elsewhere else []),
             f"The kernel still works, and {state}.",
         )
     )
@@ -154,7 +159,9 @@ def _needs(last: Attempt, room: Room | None, capacity_bytes: int | None, predict
     if last.requested_bytes <= room.free_bytes + room.idle_bytes:
         return ", enough, but not in one piece: start Python with PYTORCH_ALLOC_CONF=expandable_segments:True"
     outside_bytes = capacity_bytes - room.free_bytes - room.held_bytes - room.idle_bytes
-    return f", and {format_bytes(outside_bytes)} was held outside of PyTorch: end other programs on this device"
+    others = held_by_others(last.error)
+    named = f" ({others})" if others else ""
+    return f", and {format_bytes(outside_bytes)} was held outside of PyTorch: end other programs on this device{named}"
 
 
 def _beyond(needed_bytes: int, capacity_bytes: int) -> str:
@@ -195,9 +202,3 @@ def _closed_by(
             )
         )
     ]
-
-
-def _bytes(size: str) -> int:
-    """A size as torch or memlab prints it; none is free reads "0 bytes" or "0 B"."""
-    number, unit = size.split()
-    return round(float(number)) if unit.startswith("b") or unit == "B" else parse_bytes(size)

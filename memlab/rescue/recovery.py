@@ -15,6 +15,7 @@ from memlab.plan import Plan, Precision
 from memlab.plan.space import half_format
 from memlab.records import Prediction, Rescue
 from memlab.rescue.fallback import Fallback, Place, next_plans
+from memlab.rescue.machine import held_by_others, room_elsewhere
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError
 from memlab.runtime.fingerprints import CHANGED
@@ -98,6 +99,7 @@ class Recovery:
         self.rescues: list[Rescue] = []  # what was rescued, in order
         self.rows = 1  # of the batch that is worked on
         self.is_in_step = False  # whether an optimizer is running a step of its own, closure and all
+        self._has_named_others = False  # that hold memory of the device
         self._trouble: _Trouble | None = None
         self._work_began = perf_counter()
 
@@ -209,6 +211,9 @@ class Recovery:
             if all(each.applies for each in brought([technique], SeenInCalls))
         }
         trouble.attempts.append(Attempt(trouble.step, place, session.plan, str(error), requested_bytes(error)))
+        if (others := held_by_others(str(error))) and not self._has_named_others:
+            self._has_named_others = True
+            session.log.note(f"memory ran out: {others}", step=trouble.step)
         return trouble
 
     def _finds_room(self, trouble: _Trouble, place: Place, *, keeps_rows: bool) -> bool:
@@ -312,6 +317,7 @@ class Recovery:
             keeps_rows=keeps_rows,
             has_optimizer=bool(session.workload.optimizers),
             is_as_before=is_as_before,
+            elsewhere=room_elsewhere(session.workload.device),
         )
         if session.plan != trouble.plan:
             no_room = f"no room to go back to {trouble.plan.label}"

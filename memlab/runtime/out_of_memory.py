@@ -64,6 +64,7 @@ _REQUEST = re.compile(
     r"(?P<number>\d+(?:\.\d+)?) (?P<unit>bytes|[KMGTPE]?i?B)\b",
     re.IGNORECASE,
 )
+PRINTED_SIZE = r"(\d+(?:\.\d+)? (?:bytes|[KMGT]iB|B))"  # as torch's CUDA allocator and memlab's CPU ledger print it
 # decimal names stand for binary sizes where torch uses them (MPS)
 _UNITS = {"k": KIB, "m": MIB, "g": GIB, "t": 2**40, "p": 2**50, "e": 2**60, "b": 1}
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -79,6 +80,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         False
     """
     return next(_out_of_memory_errors(error), None) is not None
+
+
+def printed_bytes(size: str) -> int:
+    """Return the bytes that a size in an error stands for.
+
+    Example:
+        >>> printed_bytes("1.50 GiB"), printed_bytes("0 bytes")
+        (1610612736, 0)
+    """
+    number, unit = size.split()
+    return round(float(number) * (1 if unit == "bytes" else _UNITS[unit[0].lower()]))
 
 
 def requested_bytes(error: BaseException | None) -> int | None:

@@ -403,4 +403,58 @@ QUESTIONS: dict[int, tuple[Question, ...]] = {
             "C: the longest that can occur. Predictions and searches take its shape",
         ),
     ),
+    # Adapters
+    13: (
+        Question(
+            "q1", function((((4096, 4096, 16), 131072), ((768, 3072, 8), 30720), ((1, 1, 1), 2))),
+            "Two matrices: inputs × rank and rank × outputs.",
+            "How many numbers have the two matrices, one after the other?",
+            "def adapter(inputs, outputs, rank):\n    return rank * (inputs + outputs)",
+        ),
+        Question(
+            "q2", number(14.64, within=0.01),
+            "14 GB of weights that wait, and 16 bytes for each parameter that learns: 0.64 GB.",
+            "Weights that wait have no gradient and no moments. What has each parameter of the adapters?",
+            "7e9 * 2 + 40e6 * (4 + 4 + 8) = 14.64e9",
+        ),
+        Question(
+            "q3", choice("ABC", "C"),
+            "Adapters lower gradients and optimizer state; activations stay.",
+            "Which of the three lowers what grows with the batch?",
+            "C: --checkpoint. Adapters lower gradients and moments",
+        ),
+        Question(
+            "q4", choice("ABC", "B"),
+            "Merging adds what was learnt to the weights. The other two leave them as they were before the adapters came.",
+            "Which of the three writes to a weight?",
+            "B: --lora off:merge",
+        ),
+    ),
+    # Evaluating and saving
+    14: (
+        Question(
+            "q1", function((((8, 1024, 128_000), 4_194_304_000), ((1, 1, 2), 8), ((32, 512, 50_000), 3_276_800_000))),
+            "4.2 GB for eight rows of 1,024 tokens and 128,000 words.",
+            "Each token of each row has one number for each word.",
+            "def logits_bytes(rows, tokens, vocabulary):\n    return rows * tokens * vocabulary * 4",
+        ),
+        Question(
+            "q2", choice("ABC", "B"),
+            "A detached tensor is its number alone. item() is that too, and waits for the device.",
+            "Which of the three is a tensor without a history?",
+            "B: total += loss.detach()",
+        ),
+        Question(
+            "q3", number(10),
+            "A state dict holds the model's own tensors, and these go on training.",
+            "Does state_dict() copy?",
+            "10: best is the model. copy.deepcopy(model.state_dict()) would be that of epoch 3",
+        ),
+        Question(
+            "q4", number(36, within=0.01),
+            "Weights and two moments, 4 bytes each. Gradients are not saved.",
+            "What of the 16 bytes for each parameter must be there when the run goes on?",
+            "3e9 * (4 + 8) = 36e9",
+        ),
+    ),
 }  # fmt: skip

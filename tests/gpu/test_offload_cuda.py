@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,24 @@ def weights_after(load: Workload, flags: str, steps: int, **settings: bool) -> l
     found = [p.detach().clone() for p in load.model.parameters()]
     before.restore()
     return found
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2**20])
+def test_a_system_that_pins_little_memory_computes_the_same(
+    load: Workload, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    flags = "--offload optimizer,activations,params"
+    expected = weights_after(load, flags, 2)
+    empty = torch.empty
+
+    def pins_little(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory and size[0] > most_bytes:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*size, pin_memory=pin_memory, **options)
+
+    monkeypatch.setattr(torch, "empty", pins_little)
+    found = weights_after(load, flags, 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_pinned_memory_goes_with_the_plan(load: Workload) -> None:

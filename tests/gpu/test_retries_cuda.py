@@ -9,7 +9,7 @@ import torch
 
 from memlab.allocator import Settings
 from memlab.measuring.device import device_for
-from memlab.rescue.retries import RetryWatch
+from memlab.rescue.retries import RetryWatch, make_segments_expandable
 from memlab.units import MIB
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"), pytest.mark.memory]
@@ -39,9 +39,11 @@ def _small_gpu() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def _said_of(steps: Sequence[Step], settings: Settings) -> list[str]:
+def _said_of(steps: Sequence[Step], settings: Settings | None) -> list[str]:
+    """What is said of steps; under given settings nothing is changed in the process."""
     said: list[str] = []
-    watch = RetryWatch(said.append, settings=settings)
+    expand = make_segments_expandable if settings is None else lambda _settings: None
+    watch = RetryWatch(said.append, settings=settings, expand=expand)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     for groups in steps:
         torch.cuda.reset_peak_memory_stats()
@@ -64,6 +66,23 @@ def test_what_is_advised_for_pieces_helps() -> None:
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         assert _said_of(MIXED_LENGTHS, Settings.parse("expandable_segments:True")) == []
+    finally:
+        torch.cuda.empty_cache()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+@pytest.mark.usefixtures("_small_gpu")
+def test_pieces_are_cured_in_the_running_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    try:
+        [text] = _said_of([*MIXED_LENGTHS, *MIXED_LENGTHS], None)
+        assert text.endswith(
+            "segments grow in place from here on, as with PYTORCH_ALLOC_CONF=expandable_segments:True, which processes that are "
+            "started now get too"
+        )
+        before = torch.cuda.memory_stats()["num_alloc_retries"]
+        assert _said_of(MIXED_LENGTHS, None) == []
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == before
     finally:
         torch.cuda.empty_cache()
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

@@ -59,6 +59,7 @@ PLANS = (
     "--adam8bit --offload optimizer",
     "--optim adafactor",
     "--optim sgd",
+    "--optim lion8bit",
     "--bf16",
     "--fp16",
     "--precision pure-bf16",

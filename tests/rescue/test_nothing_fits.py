@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,15 @@ def test_a_device_that_others_fill() -> None:
         "The last plan tried asked for 2.00 GiB where 0 B of 79.15 GiB was free, and 69.15 GiB was held outside of PyTorch: end "
         "other programs on this device"
     )
+
+
+def test_others_are_named_and_so_is_a_gpu_that_is_idle() -> None:
+    last = on_cuda(asked="2.00 GiB", free="0 bytes", held="10.00 GiB", idle="0 bytes")
+    named = last.error.replace("Including", "Process 812 has 60.00 GiB memory in use. Including")
+    assert sentence(1, replace(last, error=named)).endswith(
+        "69.15 GiB was held outside of PyTorch: end other programs on this device (process 812 holds 60.00 GiB of this GPU)"
+    )
+    assert sentence(3, last, elsewhere="GPU 1 is idle (23.71 GiB free)") == "GPU 1 is idle (23.71 GiB free)"
 
 
 def test_errors_without_numbers() -> None:

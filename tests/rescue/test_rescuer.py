@@ -326,6 +326,28 @@ def test_what_is_tried_once_more_is_the_plan_before_and_not_one_that_was_refused
     assert session.tried == tried
 
 
+def test_processes_that_fill_the_device_are_named_once() -> None:
+    class Full(nn.Linear):
+        """Runs out of memory with more than two rows."""
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            if len(rows) > 2:
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.25 GiB is "
+                    "free. Process 812 has 60.00 GiB memory in use."
+                )
+            return super().forward(rows)
+
+    model = Full(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fit(Workload(model, optimizer), rescue=True) as session:
+        for rows in (4, 6):
+            model(torch.ones(rows, 3)).sum().backward()
+            optimizer.step()
+    notes = [entry.text for entry in session.log if "812" in entry.text]
+    assert notes == ["memory ran out: process 812 holds 60.00 GiB of this GPU"]
+
+
 @pytest.mark.parametrize("at", [[31], [31, 66]], ids=["once", "and while it is looked at"])
 def test_a_plan_that_a_rescue_has_come_to_and_the_next_call_refuses_ends_no_loop(at: list[int]) -> None:
     class Yielding(nn.Module):

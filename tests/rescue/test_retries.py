@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,38 @@ def test_segments_that_are_expandable_already() -> None:
     assert text.endswith("segments are expandable already: use smaller micro-batches, with --accumulate 2")
 
 
+def test_segments_that_were_made_expandable_there_and_then() -> None:
+    before, after = samples(MIXED_LENGTHS)[1:]
+    text = advice(before, after, Settings(), expand=lambda _settings: "expandable_segments:True")
+
+    assert text is not None
+    assert text.endswith(
+        "free memory is in pieces: segments grow in place from here on, as with PYTORCH_ALLOC_CONF=expandable_segments:True, "
+        "which processes that are started now get too"
+    )
+
+
+def _not_asked(_settings: Settings) -> str | None:
+    pytest.fail("segments are not what is wrong")
+
+
+def test_nothing_is_made_expandable_where_tensors_fill_memory() -> None:
+    text = advice(AllocatorSample(0, 0, 0), AllocatorSample(1, 99, 100), Settings(), expand=_not_asked)
+
+    assert text is not None
+    assert text.endswith("tensors fill it: use smaller micro-batches, with --accumulate 2")
+
+
+def test_windows_has_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    text = advice(AllocatorSample(0, 0, 0), AllocatorSample(1, 50, 100), Settings())
+
+    assert text is not None
+    assert text.endswith(
+        "start Python with PYTORCH_ALLOC_CONF=max_split_size_mb:256, as Windows has no expandable segments"
+    )
+
+
 def test_nothing_to_say_without_retries() -> None:
     sample = AllocatorSample(5, 50, 100)
 
@@ -222,6 +255,26 @@ def test_settings_in_the_environment(
 
     assert len(said) == 1
     assert cure in said[0]
+
+
+def test_windows_goes_on_in_the_hosts_memory(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=24 * 2**30))
+    counters = {"num_alloc_retries": 0, "allocated_bytes.all.peak": 2**30, "reserved_bytes.all.peak": 21 * 2**30}
+    watch = RetryWatch(said.append, read=lambda: counters)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    watch.step_ended(optimizer, skipped=False)
+    assert said == []
+    counters["reserved_bytes.all.peak"] = 23 * 2**30
+    for _ in range(2):
+        watch.step_ended(optimizer, skipped=False)
+    assert said == [
+        "23.00 GiB are held of a GPU of 24.00 GiB: beyond that Windows gives memory of the host and reports nothing, and steps "
+        "take many times as long; --capacity 22118MiB makes such a cell run out of memory, and memlab rescue it"
+    ]
 
 
 def test_the_counters_it_asks_torch_for(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:

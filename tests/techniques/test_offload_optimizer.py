@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -71,6 +71,102 @@ def test_gpt2_trains_the_same_bit_by_bit() -> None:
         with applied(optimizer, flags):
             runs.append(train(model, optimizer, range(20)))
     assert runs[0] == runs[1]
+
+
+class Codes(torch.Tensor):
+    """Values in steps of a scale, as low-bit optimizers keep their moments: it consists of codes and the scale."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def values(self) -> torch.Tensor:
+        return self.codes.float() * self.scale
+
+    def keep(self, values: torch.Tensor) -> None:
+        self.scale.copy_(values.abs().max() / 127)
+        self.codes.copy_((values / self.scale.clamp(min=1e-30)).round())
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: Any) -> Self:
+        return cls(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            return cls(args[0].codes.clone(), args[0].scale.clone())
+        raise NotImplementedError(f"{func} of Codes")
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class that says nothing about what it does."""
+
+
+class LowBit(torch.optim.Optimizer):
+    """SGD with momentum in a class of tensors of its own."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], kind: type[torch.Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    zeros = torch.zeros_like(parameter)
+                    is_codes = self.kind is Codes
+                    state["kept"] = (
+                        Codes(zeros.to(torch.int8), torch.zeros(())) if is_codes else zeros.as_subclass(Marked)
+                    )
+                kept = state["kept"]
+                assert type(kept) is self.kind
+                values = 0.9 * (kept.values() if isinstance(kept, Codes) else kept.as_subclass(torch.Tensor))
+                values += parameter.grad
+                kept.keep(values) if isinstance(kept, Codes) else kept.copy_(values)
+                parameter -= group["lr"] * values
+
+
+@pytest.mark.parametrize("kind", [Codes, Marked])
+@pytest.mark.parametrize("seen", [0, 3])
+def test_tensors_of_classes_of_their_own_stay_what_they_are(kind: type[torch.Tensor], seen: int) -> None:
+    def parts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        kept = [state["kept"] for state in optimizer.state.values()]
+        assert all(type(each) is kind for each in kept)
+        return [part for each in kept for part in ((each.codes, each.scale) if isinstance(each, Codes) else (each,))]
+
+    runs = []
+    for flags in ("", "--offload optimizer"):
+        model = mlp()
+        optimizer = LowBit(list(model.parameters()), kind)
+        losses = train(model, optimizer, range(seen))
+        with applied(optimizer, flags) as techniques:
+            losses += train(model, optimizer, range(seen, 8))
+            codes = [each for each in parts(optimizer) if each.numel() >= 1024]
+            assert codes
+            assert all(is_spilled(each.untyped_storage()) == (bool(flags) and kind is Codes) for each in codes)
+            notes = [note for technique in techniques for note in technique.notes]
+        losses += train(model, optimizer, range(8, 10))
+        runs.append(
+            (losses, [p.detach().clone() for p in model.parameters()], [each.clone() for each in parts(optimizer)])
+        )
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(one, other) for at in (1, 2) for one, other in zip(runs[0][at], runs[1][at], strict=True))
+    assert notes == ([] if kind is Codes else [
+        "what an optimizer keeps in a Marked stays where it is: what such a tensor does is not known"
+    ])  # fmt: skip
 
 
 def test_undo_without_a_step_leaves_everything_as_it_was() -> None:

@@ -101,7 +101,7 @@ def test_the_user_of_8_bit_adam_can_go_to_32_bits_and_back() -> None:
     assert deviation(runs[1], runs[0]) <= 2e-3
 
 
-@pytest.mark.parametrize("flags", [EIGHT_BIT, "--optim adafactor", "--optim sgd"])
+@pytest.mark.parametrize("flags", [EIGHT_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd"])
 def test_a_fresh_optimizer_can_start_converted(flags: str) -> None:
     model = mlp()
     optimizer = adamw(model)
@@ -112,7 +112,9 @@ def test_a_fresh_optimizer_can_start_converted(flags: str) -> None:
     assert all({"step", "exp_avg", "exp_avg_sq"} == state.keys() for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("flags", ["--optim adafactor", "--optim sgd", "--optim adafactor --offload optimizer"])
+@pytest.mark.parametrize(
+    "flags", ["--optim lion8bit", "--optim adafactor", "--optim sgd", "--optim adafactor --offload optimizer"]
+)
 def test_parked_moments_come_back_bit_by_bit_when_no_step_was_taken(flags: str) -> None:
     model = mlp()
     optimizer = adamw(model)
@@ -182,7 +184,7 @@ def test_bytes_per_parameter() -> None:
     assert state_bytes(optimizer) / count == pytest.approx(8.0, abs=0.01)
 
 
-@pytest.mark.parametrize("flags", [EIGHT_BIT_ON_DISK, "--optim adafactor", "--optim sgd"])
+@pytest.mark.parametrize("flags", [EIGHT_BIT_ON_DISK, "--optim lion8bit", "--optim adafactor", "--optim sgd"])
 def test_nothing_of_the_model_stays_alive(flags: str) -> None:
     model = mlp()
     optimizer = adamw(model)
@@ -222,7 +224,7 @@ def test_settings_of_several_groups_are_followed() -> None:
         {"params": [p for other in others for p in other.parameters()], "lr": 1e-3, "weight_decay": 0.5},
     ]
     optimizer = torch.optim.AdamW(groups)
-    for flags in (EIGHT_BIT, "--optim adafactor", "--optim sgd"):
+    for flags in (EIGHT_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd"):
         before = snapshot(model, optimizer)["parameters"]
         with applied(optimizer, flags):
             train(model, optimizer, range(1))
@@ -682,6 +684,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     ("flags", "make"),
     [
         (EIGHT_BIT, bitsandbytes.optim.AdamW8bit),
+        ("--optim lion8bit", bitsandbytes.optim.Lion8bit),
         ("--optim adamw", torch.optim.Adam),
         ("--optim sgd", torch.optim.SGD),
         ("--optim adafactor", transformers.Adafactor),
@@ -696,6 +699,52 @@ def test_what_is_there_already_is_noted_and_left_alone(flags: str, make: Callabl
         technique.attach_optimizer(optimizer, undo)
     assert technique.notes == [f"already {type(optimizer).__name__}: --optim {technique.choice} changes nothing"]
     assert technique.stepper(optimizer) is None
+
+
+_OF_A_MOMENT = ("state1", "absmax1")
+
+# --- Lion -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+def test_lion_is_that_of_a_loop_by_hand_at_a_fifth_of_the_rate(trained: int) -> None:
+    model, reference = tiny_gpt2(), tiny_gpt2()
+    optimizer, own = adamw(model, weight_decay=0.05), adamw(reference, weight_decay=0.05)
+    for each, its_own in ((model, optimizer), (reference, own)):
+        train(each, its_own, range(trained))
+    lion = bitsandbytes.optim.Lion8bit(reference.parameters(), lr=0.2 * own.param_groups[0]["lr"], weight_decay=0.25)
+    functional = bitsandbytes.functional
+    codebook = functional.create_dynamic_map(signed=True)
+    for parameter, state in own.state.items():
+        if parameter.numel() < 4096:
+            lion.state[parameter] = {"step": trained, "state1": state["exp_avg"].clone()}
+            continue
+        codes, rest = functional.quantize_blockwise(state["exp_avg"], code=codebook, blocksize=256)
+        lion.state[parameter] = {"step": trained, "state1": codes, "qmap1": codebook, "absmax1": rest.absmax}
+    with fit(Workload(model, optimizer), "--optim lion8bit"):
+        losses = train(model, optimizer, range(trained, trained + 4))
+    assert losses == train(reference, lion, range(trained, trained + 4))
+    assert same(dict(model.named_parameters()), dict(reference.named_parameters()))
+
+
+def test_lion_keeps_one_moment_in_a_byte_and_moves_weights_as_far_as_adamw_does() -> None:
+    moved = []
+    for flags in ("", "--optim lion8bit"):
+        model = tiny_gpt2()
+        optimizer = adamw(model)
+        train(model, optimizer, range(20))
+        before = [each.detach().clone() for each in model.parameters()]
+        with fit(Workload(model, optimizer), flags):
+            train(model, optimizer, range(20, 40))
+            state, large = optimizer.state, [each for each in model.parameters() if each.numel() >= 4096]
+            resident = sum(
+                each.nbytes for p in large for name, each in kept_of(state[p]).items() if name in _OF_A_MOMENT
+            )
+        moved.append(
+            sum(float((p.detach() - b).square().sum()) for p, b in zip(model.parameters(), before, strict=True)) ** 0.5
+        )
+    assert resident / sum(each.numel() for each in large) == pytest.approx(1 + 4 / 256, rel=0.01)
+    assert moved[1] == pytest.approx(moved[0], rel=0.6)
 
 
 # --- Muon: two optimizers in one ------------------------------------------------------------------

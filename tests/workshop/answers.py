@@ -131,6 +131,20 @@ ANSWERS: dict[tuple[int, str], tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (lambda weights, activations: weights + activations, lambda weights, activations: 4 * weights + activations),
     ),
     (12, "q3"): (("C",), ()),
+    (13, "q1"): (
+        (lambda inputs, outputs, rank: rank * inputs + rank * outputs,),
+        (lambda inputs, outputs, rank: inputs * outputs, lambda inputs, outputs, rank: rank * inputs),
+    ),
+    (13, "q2"): ((14.64, 14.6), (112, 14.0)),
+    (13, "q3"): (("C",), ()),
+    (13, "q4"): (("B",), ()),
+    (14, "q1"): (
+        (lambda rows, tokens, vocabulary: 4 * rows * tokens * vocabulary,),
+        (lambda rows, tokens, vocabulary: rows * tokens * vocabulary, lambda rows, tokens, vocabulary: 4 * tokens),
+    ),
+    (14, "q2"): (("B",), ()),
+    (14, "q3"): ((10,), (3, 7)),
+    (14, "q4"): ((36,), (12, 48)),
 }
 
 

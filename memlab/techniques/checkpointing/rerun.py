@@ -141,7 +141,8 @@ class Run:
         """Have copies made of what modules and objects refer to, right before it is written to."""
         for kept in self._state.tensors:
             if not kept.is_copied:
-                watch.protect_storage(kept.storage_key, functools.partial(self._state_is_written, kept))
+                key = kept.storage_key
+                watch.protect_storage(key, functools.partial(self._state_is_written, kept, key))
 
     def protect_weights(self, watch: WriteWatch) -> None:
         """Have copies made of weights that train, right before they are written to."""
@@ -185,8 +186,9 @@ class Run:
         self._part.written_inputs.add(place)
         self._copies.setdefault(place, tensor.detach().clone())
 
-    def _state_is_written(self, kept: KeptTensor) -> None:
-        tensor = kept.copy()
+    def _state_is_written(self, kept: KeptTensor, key: int) -> None:
+        # one that is offloaded has another storage by then, and something else is where that one was
+        tensor = kept.copy() if kept.storage_key == key else None
         if tensor is not None:
             self._part.written.add(tensor)
 

@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.autocast import without_cached_casts
@@ -44,13 +43,10 @@ from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import WhileAlive, is_shared, storage_of
 from memlab.runtime.stand_ins import keep_out_of_copies
-from memlab.techniques.offload.spill import Spill, is_dense
+from memlab.techniques.offload.spill import PLAIN, Spill, is_dense
 from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
 
 _Slot = tuple[nn.Module, str]
-
-# wrapper subclasses keep their data elsewhere
-PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
 from memlab.runtime.mechanisms import Turns
 from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values
-from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
+from memlab.techniques.offload.block_streaming import BlockStreaming, fills_its_storage
+from memlab.techniques.offload.spill import PLAIN
 
 Parameter = nn.Parameter
 

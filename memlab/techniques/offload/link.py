@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memlab.runtime.host_memory import pinned
+
 _GIGA = 10**9
 _COPIED_BYTES = 16 * 2**20  # of which the GPU, which may be nearly full, holds two
 _UPDATED_ELEMENTS = 2**22  # with its four tensors more than caches hold
@@ -82,8 +84,7 @@ def measured(device: torch.device) -> Link:
 
 def _measured(device: torch.device) -> Link:
     there = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-    other_here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    here, other_here = (pinned(_COPIED_BYTES).zero_() for _ in range(2))
     other_there = torch.zeros_like(there)
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

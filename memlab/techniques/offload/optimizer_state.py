@@ -27,16 +27,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.homes import home_of
+from memlab.runtime.lifetimes import called_while_alive
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.optimizer_step import foreign_stepper
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, State, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
+from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, Reduces, Technique, Traits
 from memlab.techniques.offload import link as _link
 from memlab.techniques.offload.host_update import HostUpdate, is_served, laid_out_like
-from memlab.techniques.offload.spill import Offload, Spill, is_spilled
+from memlab.techniques.offload.spill import PLAIN, Offload, Spill, consists_of_others, is_spilled, made_anew
 from memlab.techniques.offload.transfers import Leaving, Ticket, copy_streams_for, copy_streams_of, settle
 
 Optimizer = torch.optim.Optimizer
@@ -144,6 +146,13 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
         """Return what is kept of one entry, on its way there; None for what stays."""
         if not _moves(value):
             return None
+        if consists_of_others(value):
+            return _Kept(self._spill(home_of(parameter)).store(value))
+        if own_class(value) not in PLAIN:
+            self.notes.once(
+                f"what an optimizer keeps in a {type(value).__name__} stays where it is: what such a tensor does is not known"
+            )
+            return None
         if self._is_stepping and _is_kept_already(parameter, value):  # updated where it lies
             return _Kept(value)
         tensor = None if free is None else free.tensor
@@ -246,7 +255,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
 
     def _spill(self, device: torch.device) -> Spill:
         tier = self._tier(device)
-        return self._spills.setdefault(tier, Spill(tier))
+        return self._spills.setdefault(tier, Spill(tier, say=called_while_alive(self.notes.once)))
 
     def _forget(self, optimizer: Optimizer) -> None:
         settle()
@@ -273,6 +282,9 @@ def _like(parameter: Parameter, kept: torch.Tensor) -> torch.Tensor:
 
 def _fetched(parameter: Parameter, kept: _Kept) -> Ticket:
     tensor = kept.tensor
+    if consists_of_others(tensor):
+        home = home_of(parameter)
+        return Ticket(made_anew(tensor, lambda part: part.to(home, copy=True)), tensor, copy_streams_of(tensor))
     target = torch.empty_like(
         _like(parameter, tensor), dtype=tensor.dtype, device=home_of(parameter), requires_grad=False
     )

@@ -51,14 +51,13 @@ from memlab.runtime.touch import own_class
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Reduces, Traits, process_count
 from memlab.techniques.offload.block_streaming import (
-    PLAIN,
     BlockStreaming,
     ParameterCopies,
     fills_its_storage,
     slots_of,
 )
 from memlab.techniques.offload.lending import Lending, set_gradient
-from memlab.techniques.offload.spill import Offload, Spill, is_spilled
+from memlab.techniques.offload.spill import PLAIN, Offload, Spill, is_spilled
 
 # what in a loop has the values of weights
 _HELD = "as p.data, in a state dict, as NumPy arrays, in a graph that is still alive"
@@ -170,7 +169,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
             )
         self._parameters = parameters
         link = ParameterCopies(parameters[0].device)
-        self._spill = Spill(self._tier(workload.device))
+        self._spill = Spill(self._tier(workload.device), say=called_while_alive(self.notes.once))
         self._gradients = _Gradients(self._spill, link)
         self._streaming = BlockStreaming(blocks, link, self._spill, self._gradients.watch)
         self._gradients.serve(self._streaming)

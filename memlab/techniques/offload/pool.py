@@ -81,11 +81,6 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
         ) from error
 
 
-def pinned_slab(size_bytes: int) -> memoryview:
-    """A slab of pinned host memory."""
-    return memoryview(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data)
-
-
 class _Slab:
     """Memory, and which ranges of it are free: [start, end), in order, never touching each other."""
 

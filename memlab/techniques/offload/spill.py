@@ -14,16 +14,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.host_memory import pinned
 from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.touch import own_class
 from memlab.techniques.base import Technique
-from memlab.techniques.offload.pool import Pool, file_slab, pinned_slab
+from memlab.techniques.offload.pool import Pool, file_slab
 from memlab.techniques.offload.transfers import settle
 
+# other classes keep their data elsewhere, or see to it themselves
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 spilled_storages: WhileAlive[bool] = WhileAlive()
 _spilling = False
 
@@ -87,9 +92,10 @@ class Spill:
     tensor takes the place of one that is gone.
 
     Args:
-        tier: HOST (pinned when there is a GPU) or DISK; AUTO for whichever is off the device of each tensor.
+        tier: HOST (pinned when there is a GPU and the system allows it) or DISK; AUTO for whichever is off the device of each tensor.
         pooled: take host memory from a pool as well. Its regions are used again at once, so whoever asks for that
             copies to and from them in the streams of `memlab.techniques.offload.transfers` and nowhere else.
+        say: told in a line where host memory is not pinned.
 
     Example:
         >>> spill = Spill(Tier.DISK)
@@ -101,13 +107,16 @@ class Spill:
         (0, 32)
     """
 
-    def __init__(self, tier: Tier = Tier.AUTO, *, pooled: bool = False) -> None:
+    def __init__(
+        self, tier: Tier = Tier.AUTO, *, pooled: bool = False, say: Callable[[str], None] = lambda _line: None
+    ) -> None:
         self.tier = tier
         self._stored_bytes = 0
         self.peak_bytes = 0  # most bytes held at once
         self._gone: Departures[int] = Departures()  # bytes of tensors that have
         self._files = Pool(file_slab)
-        self._pinned = Pool(pinned_slab, settle) if pooled else None
+        self._say = say
+        self._pinned = Pool(lambda size_bytes: pinned(size_bytes, say).numpy().data, settle) if pooled else None
 
     @property
     def stored_bytes(self) -> int:
@@ -134,16 +143,18 @@ class Spill:
             spilled = _shaped(self._files.take(size_bytes), tensor, strides)
         elif self._pinned is not None and tensor.is_cuda:
             spilled = _shaped(self._pinned.take(size_bytes), tensor, strides)
+        elif tensor.is_cuda:
+            spilled = _shaped(pinned(size_bytes, self._say), tensor, strides)
         else:
             with _births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
-                spilled = torch.empty_strided(
-                    shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-                )
+                spilled = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
         self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A spilled copy of a tensor."""
+        """A spilled copy of a tensor; of one that consists of others (codes and scales), one of the same class made of copies."""
+        if consists_of_others(tensor):
+            return made_anew(tensor, self.store)
         spilled = self.empty_like(tensor)
         spilled.copy_(tensor.detach())
         return spilled
@@ -158,6 +169,22 @@ class Spill:
 def _shaped(region: torch.Tensor, tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     # no view: loops detach gradients in place before they zero them
     return region.view(tensor.dtype).as_strided(tensor.shape, strides).detach()
+
+
+def consists_of_others(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a class of its own has no values itself, and says of which tensors it consists."""
+    return own_class(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
+
+
+def made_anew(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor that consists of others, made of what a function returns for each of these."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {}
+    for name in names:
+        part = getattr(tensor, name)
+        parts[name] = made_anew(part, change) if consists_of_others(part) else change(part)
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+    return made
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -54,7 +54,7 @@ class OptimizerConversion(Technique, StateForm, Updating, OwnMemory):
 
     Known limitations:
         Parameters are updated by the delegate's arithmetic: 8-bit and factored moments are
-        approximations. Groups keep their own lr, weight decay, betas and eps; Adafactor, SGD and Muon
+        approximations. Groups keep their own lr, weight decay, betas and eps; Adafactor, SGD, Lion and Muon
         read the first two only.
     """
 
@@ -137,7 +137,7 @@ class _Delegate:
 
     def __init__(self, row: Replacement) -> None:
         self.form = row.form()
-        self._settings = row.settings
+        self._settings, self._rate = row.settings, row.rate
         self._optimizer = row.make([torch.nn.Parameter(torch.empty(0, 0, device="cpu"))])
         self._optimizer.param_groups = []
 
@@ -161,6 +161,8 @@ class _Delegate:
         groups = []
         for group in optimizer.param_groups:
             settings = {name: _number(group[name]) for name in self._settings}
+            settings["lr"] *= self._rate
+            settings["weight_decay"] /= self._rate
             own = [parameter for parameter in group["params"] if id(parameter) in chosen]
             groups.append({**self._optimizer.defaults, **settings, "params": own})
         return groups

@@ -29,6 +29,8 @@ class Replacement:
     notes: tuple[str, ...]  # what the log and the receipt say
     description: Description | None = None  # for the cheat sheet; None where nobody would look for it there
     settings: tuple[str, ...] = ("lr", "weight_decay", "betas", "eps")  # those of a group that it reads
+    # of its learning rate to AdamW's for steps of AdamW's size; weight decay is divided by it, so that as much decays
+    rate: float = 1.0
     package: str = ""  # what it needs to be installed
     dtypes: tuple[torch.dtype, ...] = ()  # of the parameters that it can update; empty for all
     adds_decay: bool = False  # whether it adds weight decay to the gradient, as Adam does and AdamW does not
@@ -109,6 +111,8 @@ def _refuse_torch_without_muon(_optimizer: Optimizer) -> None:
 
 _CLOSE = "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact"
 _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
+# Lion moves each element by the learning rate; AdamW's steps have a root mean square of about a fifth of it, see torch.optim.Muon
+_LION = 0.2
 REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
     OptimizerChoice.ADAMW: Replacement(
         torch.optim.AdamW, state_formats.TorchAdamFormat, lambda optimizer: is_torch_adam(optimizer) and not couples_decay(optimizer),
@@ -141,6 +145,23 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
         package="bitsandbytes", dtypes=_NUMBERS, refuse=_refuse_paging_off_cuda,
         code=("import bitsandbytes", "bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=lr)"),
         trainer="paged_adamw_8bit",
+    ),
+    OptimizerChoice.LION8BIT: Replacement(
+        lambda parameters: require("bitsandbytes").optim.Lion8bit(parameters), state_formats.BnbLionFormat,
+        lambda optimizer: type(optimizer).__name__ in ("Lion8bit", "PagedLion8bit"),
+        ("Lion goes on with Adam's first moment, at a fifth of the learning rate and five times the weight decay; the moments "
+         "come back as they were until the first step, after that they start again from zero",),
+        Description(
+            flags="--optim lion8bit",
+            saves="moments: 8 → 1.02 bytes per parameter",
+            costs="a conversion an update",
+            exactness="another algorithm, with AdamW's size of a step",
+            gives_nothing="the peak is mostly activations",
+        ),
+        settings=("lr", "weight_decay"), rate=_LION, package="bitsandbytes", dtypes=_NUMBERS,
+        code=("import bitsandbytes",
+              f"bitsandbytes.optim.Lion8bit(model.parameters(), lr={_LION} * lr, weight_decay={0.01 / _LION:g})"),
+        trainer="lion_8bit",
     ),
     OptimizerChoice.ADAFACTOR: Replacement(
         _adafactor, state_formats.AdafactorFormat, lambda optimizer: type(optimizer).__name__ == "Adafactor",

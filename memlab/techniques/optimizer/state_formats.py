@@ -99,10 +99,11 @@ def _like(parameter: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
 
 
-class BnbAdamFormat(StateFormat):
-    """bitsandbytes' Adam family: 8 bits per value with a scale per block, or fp32."""
+class BnbFormat(StateFormat):
+    """Optimizers of bitsandbytes: 8 bits per value with a scale per block, or fp32."""
 
-    names = frozenset({"step"} | {f"{name}{which}" for name in ("state", "qmap", "absmax") for which in (1, 2)})
+    # the number of each moment in the names of entries, and whether it has a sign
+    signed: ClassVar[Mapping[str, bool]]
 
     def __init__(self, bits: int = 8, smallest_8bit: int = 4096, paged: bool = False) -> None:
         self.bits = bits  # 8 or 32
@@ -112,49 +113,41 @@ class BnbAdamFormat(StateFormat):
         self._maps: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def holds(self, parameter: torch.nn.Parameter, state: State) -> bool:
-        if "state1" not in state:
+        if {name for name in state if name.startswith("state")} != {f"state{number}" for number in self.signed}:
             return False
         is_paged = hasattr(state["state1"], "is_paged")
         return (state["state1"].dtype == self._dtype(parameter)) and is_paged == self._is_paged(parameter)
 
     def encode(self, parameter: torch.nn.Parameter, group: Group, moments: Moments) -> State:
-        if self._dtype(parameter) is torch.float32:
-            moved = [self._placed(parameter, _flat_fp32(m).clone()) for m in (moments.first, moments.second)]
-            return {"step": moments.step, "state1": moved[0], "state2": moved[1]}
-        signed, unsigned = self._maps_on(parameter.device)
-        first, first_scales = self._quantized(moments.first, signed)
-        second, second_scales = self._quantized(moments.second, unsigned)
-        return {
-            "step": moments.step,
-            "state1": self._placed(parameter, first),
-            "qmap1": signed,
-            "state2": self._placed(parameter, second),
-            "qmap2": unsigned,
-            "absmax1": first_scales,
-            "absmax2": second_scales,
-        }
+        state: State = {"step": moments.step}
+        for (number, signed), values in zip(self.signed.items(), (moments.first, moments.second), strict=False):
+            if self._dtype(parameter) is torch.float32:
+                state[f"state{number}"] = self._placed(parameter, _flat_fp32(values).clone())
+                continue
+            state[f"qmap{number}"] = codebook = self._map_on(parameter.device, signed=signed)
+            codes, state[f"absmax{number}"] = self._quantized(values, codebook)
+            state[f"state{number}"] = self._placed(parameter, codes)
+        return state
 
     def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
-        if state["state1"].dtype is not torch.uint8:
-            return Moments(int(state["step"]), state["state1"], state["state2"])
-        first, second = (self._dequantized(parameter, state, which) for which in ("1", "2"))
-        return Moments(int(state["step"]), first, second)
+        moments = [self._read(parameter, state, number) for number in self.signed]
+        return Moments(int(state["step"]), moments[0], moments[-1])
 
     def fresh(self, parameter: torch.nn.Parameter) -> State:
         # made here and not by bitsandbytes, whose page manager keeps paged buffers for ever
         dtype = self._dtype(parameter)
         state: State = {"step": 0}
-        for name in ("state1", "state2"):  # contiguous, as bitsandbytes makes its parameters
-            state[name] = self._placed(parameter, torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
-        if dtype is torch.uint8:
-            state["qmap1"], state["qmap2"] = self._maps_on(parameter.device)
-            blocks = -(-parameter.numel() // _BLOCK_ELEMENTS)
-            for name in ("absmax1", "absmax2"):
-                state[name] = torch.zeros(blocks, device=parameter.device, dtype=torch.float32)
+        for number, signed in self.signed.items():  # contiguous, as bitsandbytes makes its parameters
+            zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            state[f"state{number}"] = self._placed(parameter, zeros)
+            if dtype is torch.uint8:
+                state[f"qmap{number}"] = self._map_on(parameter.device, signed=signed)
+                blocks = -(-parameter.numel() // _BLOCK_ELEMENTS)
+                state[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device, dtype=torch.float32)
         return state
 
     def keeps_all(self, parameter: torch.nn.Parameter) -> bool:
-        return self._dtype(parameter) is torch.float32
+        return super().keeps_all(parameter) and self._dtype(parameter) is torch.float32
 
     def _dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
         return torch.uint8 if self.bits == 8 and parameter.numel() >= self.smallest_8bit else torch.float32
@@ -162,12 +155,12 @@ class BnbAdamFormat(StateFormat):
     def _is_paged(self, parameter: torch.nn.Parameter) -> bool:
         return self.paged and parameter.is_cuda and parameter.numel() >= _PAGED_ELEMENTS
 
-    def _maps_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codebooks of the first and second moment; all parameters of a device share them."""
+    def _map_on(self, device: torch.device, *, signed: bool) -> torch.Tensor:
+        """The codebook of moments with or without a sign; all parameters of a device share them."""
         if device not in self._maps:
             create = self._functional.create_dynamic_map
-            self._maps[device] = (create(signed=True).to(device), create(signed=False).to(device))
-        return self._maps[device]
+            self._maps[device] = (create(signed=False).to(device), create(signed=True).to(device))
+        return self._maps[device][signed]
 
     def _quantized(self, values: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, quantization = self._functional.quantize_blockwise(
@@ -175,10 +168,15 @@ class BnbAdamFormat(StateFormat):
         )
         return codes, quantization.absmax
 
-    def _dequantized(self, parameter: torch.nn.Parameter, state: State, which: str) -> torch.Tensor:
-        codes: torch.Tensor = state["state" + which].to(parameter.device)  # paged ones say they are on the host
+    def _read(self, parameter: torch.nn.Parameter, state: State, number: str) -> torch.Tensor:
+        codes: torch.Tensor = state["state" + number]
+        if codes.dtype is not torch.uint8:
+            return codes
         values: torch.Tensor = self._functional.dequantize_blockwise(
-            codes, absmax=state["absmax" + which], code=state["qmap" + which], blocksize=_BLOCK_ELEMENTS
+            codes.to(parameter.device),  # paged ones say they are on the host
+            absmax=state["absmax" + number],
+            code=state["qmap" + number],
+            blocksize=_BLOCK_ELEMENTS,
         )
         return values
 
@@ -187,6 +185,20 @@ class BnbAdamFormat(StateFormat):
             return values
         buffer: torch.Tensor = self._functional.get_paged(*values.shape, dtype=values.dtype, device=parameter.device)
         return buffer.copy_(values)
+
+
+class BnbAdamFormat(BnbFormat):
+    """bitsandbytes' Adam family: both moments."""
+
+    signed: ClassVar[Mapping[str, bool]] = {"1": True, "2": False}
+    names = frozenset({"step"} | {f"{name}{number}" for name in ("state", "qmap", "absmax") for number in (1, 2)})
+
+
+class BnbLionFormat(BnbFormat):
+    """bitsandbytes' Lion: a running mean of the gradient, as Adam's first moment is."""
+
+    keeps_second = False
+    signed: ClassVar[Mapping[str, bool]] = {"1": True}
 
 
 def _flat_fp32(values: torch.Tensor) -> torch.Tensor:
