@@ -107,10 +107,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Repeated:
-    """The blocks of a model in a trace of it with four."""
+    """The blocks of a model in a trace of it with four or three."""
 
     forward: list[Cursor]  # where each begins
-    backward: list[Cursor]  # where a gradient of the fourth, the third and the second is complete
+    backward: list[Cursor]  # where a gradient of each but the first is complete, from the last on
     parameters: list[int]  # numbers of the storages of one's parameters and buffers
 
 
@@ -186,16 +186,19 @@ def _moved(number: int, rule: _Rule) -> int:
 
 
 def deepened(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
-    """The trace of a model with so many blocks more than four, or less, from one of it with four; None where it does not follow."""
-    if (len(blocks.forward), len(blocks.backward)) != (KEPT, KEPT - 1) or trace.observation.owners:
+    """The trace of a model with so many blocks more, or less, from one of it with four or three; None where it does not follow."""
+    kept = len(blocks.forward)
+    if kept not in (KEPT, FEWER) or len(blocks.backward) != kept - 1 or trace.observation.owners:
         return None
     same = _with_more(trace, blocks, 0)
     return _with_more(trace, blocks, more) if same is not None and are_same(same, trace) else None
 
 
 def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
-    (one, two, three, four), (last, before, next_to) = blocks.forward, blocks.backward
-    if not one.born <= two.born <= three.born <= four.born <= last.born <= before.born <= next_to.born:
+    # of four blocks the third is like the second; of three, the last begins where the second ends
+    (one, two, three, *_), (last, before, *_) = blocks.forward, blocks.backward
+    final, next_to = blocks.forward[-1], blocks.backward[-1]
+    if not one.born <= two.born <= three.born <= final.born <= last.born <= before.born <= next_to.born:
         return None
     seen, raw = trace.observation, trace.observation.raw
     # the last storage that was born before the backward pass
@@ -204,16 +207,16 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
     )
     forward, backward = three.born - two.born, before.born - last.born
     begin, end = Cursor(0, 0, 0, 0, 0), Cursor(len(raw), len(trace.priced), len(trace.hidden), len(trace.marks), 0)
-    copies = range(more + 2)  # all blocks but the first and the last
+    copies = range(more + len(blocks.forward) - 2)  # all blocks but the first and the last
     stretches: list[tuple[Cursor, Cursor, _Rule]] = [
         (begin, two, (math.inf, 0, math.inf, 0)),
         *((two, three, (one.born, copy * forward, math.inf, 0)) for copy in copies),
-        (four, last, (two.born, more * forward, math.inf, 0)),
+        (final, last, (two.born, more * forward, math.inf, 0)),
         *(
             (last, before, (one.born, (more - copy) * forward, turn, more * forward + copy * backward))
             for copy in copies
         ),
-        (next_to, end, (four.born, more * forward, last.born, more * (forward + backward))),
+        (next_to, end, (final.born, more * forward, last.born, more * (forward + backward))),
     ]
 
     def born_again(number: int) -> list[int]:
@@ -222,9 +225,9 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
             return [number + copy * forward for copy in copies]
         if last.born < number <= before.born:
             return [number + more * forward + copy * backward for copy in copies]
-        if three.born < number <= four.born or before.born < number <= next_to.born:
+        if three.born < number <= final.born or before.born < number <= next_to.born:
             return []
-        return [number + more * ((number > four.born) * forward + (number > last.born) * backward)]
+        return [number + more * ((number > final.born) * forward + (number > last.born) * backward)]
 
     events: list[RawEvent] = []
     priced: list[Priced] = []
@@ -233,13 +236,13 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
     for start, stop, rule in stretches:
         own = raw[start.events : stop.events]
         # what ends for all blocks at once, as casts of weights do where autocast ends
-        ended = {number for _, size, number, _ in own if size < 0} if start in (four, next_to) else ()
+        ended = {number for _, size, number, _ in own if size < 0} if start in (final, next_to) else ()
         of_all = {
             number
-            for first, middle, final, length in ((two, three, four, forward), (last, before, next_to, backward))
+            for first, middle, final_one, length in ((two, three, final, forward), (last, before, next_to, backward))
             for number in ended
-            if first.born < number <= final.born
-            and (number + length if number <= middle.born else number - length) in ended
+            if first.born < number <= final_one.born
+            and (number + length if number <= middle.born < final_one.born else number - length) in ended
         }
         at: Sequence[int] = range(len(events), len(events) + len(own) + 1)  # new places of events
         if of_all:
@@ -334,5 +337,5 @@ def _compared(trace: Trace) -> Any:
     outputs = [names.get(number) for number in trace.outputs]
     products = {key: names.get(number) for key, number in trace.products.items()}
     settled = {names.get(number): event for number, event in trace.settled.items()}
-    ends = (seen.peak_bytes, seen.baseline_bytes, trace.host_bytes, trace.samples, trace.tokens, trace.notes)
+    ends = (seen.baseline_bytes, trace.host_bytes, trace.samples, trace.tokens, trace.notes)
     return runs, named, outputs, products, settled, trace.priced, trace.hidden, trace.is_decided, ends

@@ -42,7 +42,7 @@ from memlab.techniques.accumulation.probe import LEAST_ROWS, Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.checkpointing.checkpointing import main_blocks
 from memlab.techniques.checkpointing.rerun import reruns_told_to
-from memlab.trace.depth import FEWER, KEPT, Cut, Repeated, are_same, cut_of, deepened
+from memlab.trace.depth import FEWER, KEPT, Cut, are_same, cut_of, deepened
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, Inside, Priced, Recorder
@@ -117,8 +117,9 @@ class Tracer:
         # modules of the twin that are marked in passes (see `memlab.trace.marks`); None where nobody looks at marks of modules
         self.marked: Sequence[nn.Module] | None = None
         self._fakes = FastFakes(self.twin.fake_mode)
-        # by plan: whether its passes follow from those of a few blocks. As written they are compared with the whole
-        self._follows: dict[Plan, bool] = {Plan(): True}
+        # by plan and use of the cache: whether its passes follow from those of a few blocks. As written they are compared
+        # with the whole
+        self._follows: dict[tuple[Plan, bool], bool] = {(Plan(), True): True}
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
     def steps(self, plan: Plan) -> list[Trace]:
@@ -280,31 +281,31 @@ class Tracer:
 
     def _pass_of_cut(self, plan: Plan, rows: int | None, *, use_cache: bool) -> Trace | None:
         """Trace a pass of the model cut to a few blocks, as one of the whole; None where it does not follow."""
-        cut, checkpointing = self._cut, plan.checkpointing
+        cut, checkpointing, settings = self._cut, plan.checkpointing, (plan, use_cache)
         if checkpointing.every > 1 or checkpointing.budget_bytes is not None or plan.adapters.is_on:
             return None  # what these do to a block depends on the others
-        if cut is None or not self._follows.get(plan, True):
+        if cut is None or not self._follows.get(settings, True):
             return None
         workload = self._pass_of(rows, use_cache=use_cache)
         try:
-            trace, blocks = self._short_pass(plan, workload, cut, KEPT)
-            if plan not in self._follows:
-                shorter, _ = self._short_pass(plan, workload, cut, FEWER)
-                followed = deepened(trace, blocks, FEWER - KEPT)
-                self._follows[plan] = followed is not None and are_same(followed, shorter)
+            found, trace = self._deepened_pass(plan, workload, cut, FEWER)
+            if settings not in self._follows:
+                longer = None if found is None else self._deepened_pass(plan, workload, cut, KEPT)[0]
+                self._follows[settings] = longer is not None and are_same(found, longer)
         except MemlabError:  # the whole model says why
-            self._follows[plan] = False
-        found = deepened(trace, blocks, len(cut.blocks) - KEPT) if self._follows[plan] else None
-        if found is None or trace.is_decided:
+            self._follows[settings] = False
+        if found is None or trace.is_decided or not self._follows[settings]:
             return None
         alike = zip(*(block.parameters() for block in cut.blocks[1:]), strict=True)
         numbers = ([self._parameters[id(p)] for p in each] for each in alike)
         trained = (each for each in numbers if each[0] in trace.trained)
         return replace(found, trained=trace.trained.union(*trained))
 
-    def _short_pass(self, plan: Plan, workload: Workload, cut: Cut, kept: int) -> tuple[Trace, Repeated]:
+    def _deepened_pass(self, plan: Plan, workload: Workload, cut: Cut, kept: int) -> tuple[Trace | None, Trace]:
+        """Trace a pass of so many blocks; returns it as one of all, None where that does not follow, and as it is."""
         with cut.made(kept), self._session(plan) as (session, seen):
-            return self._one_pass(session, seen, workload, cut), cut.repeated(seen.recorder)
+            trace, blocks = self._one_pass(session, seen, workload, cut), cut.repeated(seen.recorder)
+        return deepened(trace, blocks, len(cut.blocks) - kept), trace
 
     def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
         """Trace the first pass of a batch that accumulation splits, and one like all that follow."""
