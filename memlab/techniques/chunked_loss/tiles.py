@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from memlab.runtime.autocast import autocast_as_before
+from memlab.runtime.rounds import rounds
 from memlab.units import MIB
 
 # logits of one tile take about this much, in fp32; of a small batch less, so that a tile is small beside the whole
@@ -188,7 +189,7 @@ class _Head:
 
     def tiles(self) -> Iterator[slice]:
         total, rows = self._hidden.shape[0], _tile_rows(self._hidden.shape[0], self.weight.shape[0])
-        yield from (slice(start, start + rows) for start in range(0, max(1, total), rows))
+        yield from rounds([slice(start, start + rows) for start in range(0, max(1, total), rows)])
 
     def hidden(self, tile: slice) -> torch.Tensor:
         return self._hidden[tile].to(self.dtype)
