@@ -1,4 +1,4 @@
-"""Loops that treat all their items alike, of which a trace runs a few rounds."""
+"""Loops that write to tensors piece by piece, all pieces but the last alike: a trace runs a few rounds of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _told = threading.local()
 
 
 def rounds(items: Sequence[_Item]) -> Iterator[_Item]:
-    """Yield the items of a loop, all of which but the last are alike; to a trace (`rounds_told_to`), those that it asks for.
+    """Yield the pieces; to a trace (`rounds_told_to`), those that it asks for. What a round makes must not be kept beyond the next.
 
     Example:
         >>> [*rounds([slice(0, 4), slice(4, 8), slice(8, 9)])]
