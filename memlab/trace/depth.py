@@ -1,15 +1,15 @@
-"""Traces of a model with many like blocks, from traces of the same model with four of them.
+"""Traces of a model with many like blocks, from traces of the same model with three of them.
 
 Between the first blocks and the last, a pass does the same again and again. So the longest list of like blocks of the twin is
-cut to four while a pass is traced, and what the second does forward, and the fourth and third do backward, is then put in
-as often as the model has such blocks.
+cut to three while a pass is traced, and what the second does forward, and the third and second do backward, is then put in
+as often as the model has such blocks. Once for each setting four are traced as well.
 
 That is exact where
 
 1. the blocks from the second on are alike: in classes, attributes, shapes, and in what trains;
-2. the third block does in the trace what the second does, and the pass back through it what that through the fourth does;
+2. in the trace of four the third block does what the second does, and the pass back through it what that through the fourth does;
 3. whatever is born in a repeated stretch ends as what is born in the others does;
-4. the trace of the model cut to three follows in the same way, whatever the plan does: nothing else in it counts blocks;
+4. both traces give the same, whatever the plan does: nothing else in it counts blocks, but notes do;
 5. without a plan, so does the trace of the model as it is.
 
 Elsewhere the whole model is traced.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from memlab.trace.tracer import Trace
 
 KEPT, FEWER = 4, 3
+_NUMBER = re.compile(r"(\d+)")
 _PLAIN = (int, float, str, torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -60,24 +62,23 @@ class Cut:
     def __init__(self, workload: Workload, container: nn.Module) -> None:
         self._container = container
         self.blocks = list(container.children())  # all of them
-        gone = {id(p) for block in self.blocks[KEPT:] for p in block.parameters()}
-        groups = [group for optimizer in workload.optimizers for group in optimizer.param_groups]
+        self._groups = [group for optimizer in workload.optimizers for group in optimizer.param_groups]
         self._forward: list[Cursor] = []
         self._backward: list[Cursor] = []
-        self._groups = [(group, [p for p in group["params"] if id(p) not in gone]) for group in groups]
 
     @contextmanager
-    def made(self, kept: int = KEPT) -> Iterator[None]:
-        """Have the model with its first so many blocks, and its optimizers without what is cut off of four."""
-        modules, parameters = self._container._modules, [group["params"] for group, _ in self._groups]
+    def made(self, kept: int) -> Iterator[None]:
+        """Have the model with its first so many blocks, and its optimizers without the others."""
+        modules, parameters = self._container._modules, [group["params"] for group in self._groups]
         self._container._modules = dict(itertools.islice(modules.items(), kept))
-        for group, remaining in self._groups:
-            group["params"] = remaining
+        gone = {id(p) for block in self.blocks[kept:] for p in block.parameters()}
+        for group in self._groups:
+            group["params"] = [p for p in group["params"] if id(p) not in gone]
         try:
             yield
         finally:
             self._container._modules = modules
-            for (group, _), before in zip(self._groups, parameters, strict=True):
+            for group, before in zip(self._groups, parameters, strict=True):
                 group["params"] = before
 
     @contextmanager
@@ -318,6 +319,19 @@ def _end_alike(
             if len({bool(live.get(number + copy * length)) for copy in range(copies)}) > 1:
                 return False
     return True
+
+
+def notes_of_more(three: Sequence[str], four: Sequence[str], more: int) -> tuple[str, ...] | None:
+    """The notes on a model with so many blocks more than four, of which some count blocks; None where it is not numbers that differ."""
+    parts = [[_NUMBER.split(note) for note in notes] for notes in (three, four)]  # words and numbers in turn
+    if [each[::2] for each in parts[0]] != [each[::2] for each in parts[1]]:
+        return None
+    for fewer, note in zip(*parts, strict=True):
+        note[1::2] = [
+            n if before == n else str(int(n) + more * (int(n) - int(before)))
+            for before, n in zip(fewer[1::2], note[1::2], strict=True)
+        ]
+    return tuple(map("".join, parts[1]))
 
 
 def are_same(one: Trace, other: Trace) -> bool:

@@ -43,7 +43,7 @@ from memlab.techniques.accumulation.probe import LEAST_ROWS, Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.checkpointing.checkpointing import main_blocks
 from memlab.techniques.checkpointing.rerun import reruns_told_to
-from memlab.trace.depth import FEWER, KEPT, Cut, are_same, cut_of, deepened
+from memlab.trace.depth import FEWER, KEPT, Cut, are_same, cut_of, deepened, notes_of_more
 from memlab.trace.fast_fakes import FastFakes
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, Inside, Priced, Recorder
@@ -118,9 +118,8 @@ class Tracer:
         # modules of the twin that are marked in passes (see `memlab.trace.marks`); None where nobody looks at marks of modules
         self.marked: Sequence[nn.Module] | None = None
         self._fakes = FastFakes(self.twin.fake_mode)
-        # by plan and use of the cache: whether its passes follow from those of a few blocks. As written they are compared
-        # with the whole
-        self._follows: dict[tuple[Plan, bool], bool] = {(Plan(), True): True}
+        # by plan and use of the cache: the notes on its passes, where they follow from those of a few blocks; else None
+        self._followed: dict[tuple[Plan, bool], tuple[str, ...] | None] = {}
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
     def steps(self, plan: Plan) -> list[Trace]:
@@ -274,39 +273,46 @@ class Tracer:
             return False
         model = self.twin.workload.model
         has_blocks = bool(main_blocks(model))
-        with self._cut.made():
+        with self._cut.made(FEWER):
             if bool(main_blocks(model)) is not has_blocks:
                 return False
-        trace, whole = self._pass_of_cut(Plan(), None, use_cache=True), self._as_written
+        whole = self._as_written
+        self._followed[Plan(), True] = whole.notes
+        trace = self._pass_of_cut(Plan(), None, use_cache=True)
         return trace is not None and are_same(trace, whole) and trace.trained == whole.trained
 
     def _pass_of_cut(self, plan: Plan, rows: int | None, *, use_cache: bool) -> Trace | None:
         """Trace a pass of the model cut to a few blocks, as one of the whole; None where it does not follow."""
-        cut, checkpointing, settings = self._cut, plan.checkpointing, (plan, use_cache)
+        cut, checkpointing = self._cut, plan.checkpointing
+        # with a cache there is more that could count blocks
+        settings = (plan, use_cache or self._followed.get((plan, True)) is not None)
         if checkpointing.every > 1 or checkpointing.budget_bytes is not None or plan.adapters.is_on:
             return None  # what these do to a block depends on the others
-        if cut is None or not self._follows.get(settings, True):
+        if cut is None or self._followed.get(settings, ()) is None:
             return None
         workload = self._pass_of(rows, use_cache=use_cache)
         try:
-            found, trace = self._deepened_pass(plan, workload, cut, FEWER)
-            if settings not in self._follows:
-                longer = None if found is None else self._deepened_pass(plan, workload, cut, KEPT)[0]
-                self._follows[settings] = longer is not None and are_same(found, longer)
+            found = self._deepened_pass(plan, workload, cut, FEWER)
+            if found is not None and settings not in self._followed:
+                longer = self._deepened_pass(plan, workload, cut, KEPT)
+                if longer is not None and are_same(found, replace(longer, notes=found.notes)):
+                    notes = notes_of_more(found.notes, longer.notes, len(cut.blocks) - KEPT)
+                    self._followed[settings] = notes
         except MemlabError:  # the whole model says why
-            self._follows[settings] = False
-        if found is None or trace.is_decided or not self._follows[settings]:
+            found = None
+        notes = self._followed.setdefault(settings, None)
+        if found is None or found.is_decided or notes is None:
             return None
         alike = zip(*(block.parameters() for block in cut.blocks[1:]), strict=True)
         numbers = ([self._parameters[id(p)] for p in each] for each in alike)
-        trained = (each for each in numbers if each[0] in trace.trained)
-        return replace(found, trained=trace.trained.union(*trained))
+        trained = (each for each in numbers if each[0] in found.trained)
+        return replace(found, trained=found.trained.union(*trained), notes=notes)
 
-    def _deepened_pass(self, plan: Plan, workload: Workload, cut: Cut, kept: int) -> tuple[Trace | None, Trace]:
-        """Trace a pass of so many blocks; returns it as one of all, None where that does not follow, and as it is."""
+    def _deepened_pass(self, plan: Plan, workload: Workload, cut: Cut, kept: int) -> Trace | None:
+        """Trace a pass of so many blocks, as one of all but for notes and what trains; None where that does not follow."""
         with cut.made(kept), self._session(plan) as (session, seen):
             trace, blocks = self._one_pass(session, seen, workload, cut), cut.repeated(seen.recorder)
-        return deepened(trace, blocks, len(cut.blocks) - kept), trace
+        return deepened(trace, blocks, len(cut.blocks) - kept)
 
     def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
         """Trace the first pass of a batch that accumulation splits, and one like all that follow."""
