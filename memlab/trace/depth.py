@@ -198,7 +198,7 @@ def deepened(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
 def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
     # of four blocks the third is like the second; of three, the last begins where the second ends
     (one, two, three, *_), (last, before, *_) = blocks.forward, blocks.backward
-    final, next_to = blocks.forward[-1], blocks.backward[-1]
+    final, next_to, is_three = blocks.forward[-1], blocks.backward[-1], len(blocks.forward) == FEWER
     if not one.born <= two.born <= three.born <= final.born <= last.born <= before.born <= next_to.born:
         return None
     seen, raw = trace.observation, trace.observation.raw
@@ -238,12 +238,14 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
         own = raw[start.events : stop.events]
         # what ends for all blocks at once, as casts of weights do where autocast ends
         ended = {number for _, size, number, _ in own if size < 0} if start in (final, next_to) else ()
+        # up to there the next block is looked at, beyond it the one before; of three blocks there is one on one side alone
+        middles = (two if is_three and start is final else three, last if is_three else before)
         of_all = {
             number
-            for first, middle, final_one, length in ((two, three, final, forward), (last, before, next_to, backward))
+            for first, middle, past, length in zip((two, last), middles, (final, next_to), (forward, backward), strict=True)
             for number in ended
-            if first.born < number <= final_one.born
-            and (number + length if number <= middle.born < final_one.born else number - length) in ended
+            if first.born < number <= past.born
+            and (number + length if number <= middle.born else number - length) in ended
         }
         at: Sequence[int] = range(len(events), len(events) + len(own) + 1)  # new places of events
         if of_all:
