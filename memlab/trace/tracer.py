@@ -44,7 +44,7 @@ from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.checkpointing.checkpointing import main_blocks
 from memlab.techniques.checkpointing.rerun import reruns_told_to
 from memlab.trace.depth import FEWER, KEPT, Cut, are_same, cut_of, deepened, notes_of_more
-from memlab.trace.fast_fakes import FastFakes
+from memlab.trace.fast_fakes import FastFakes, recipes_for
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, Inside, Priced, Recorder
 from memlab.trace.twin import Twin
@@ -117,7 +117,7 @@ class Tracer:
         self.twins = [self.twin, *(Twin(other, device, self.twin) for other in others)]
         # modules of the twin that are marked in passes (see `memlab.trace.marks`); None where nobody looks at marks of modules
         self.marked: Sequence[nn.Module] | None = None
-        self._fakes = FastFakes(self.twin.fake_mode)
+        self._fakes = FastFakes(self.twin.fake_mode, recipes_for(self._choices))
         # by plan and use of the cache: the notes on its passes, where they follow from those of a few blocks; else None
         self._followed: dict[tuple[Plan, bool], tuple[str, ...] | None] = {}
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
