@@ -242,7 +242,9 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
         middles = (two if is_three and start is final else three, last if is_three else before)
         of_all = {
             number
-            for first, middle, past, length in zip((two, last), middles, (final, next_to), (forward, backward), strict=True)
+            for first, middle, past, length in zip(
+                (two, last), middles, (final, next_to), (forward, backward), strict=True
+            )
             for number in ended
             if first.born < number <= past.born
             and (number + length if number <= middle.born else number - length) in ended

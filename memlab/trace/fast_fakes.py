@@ -83,7 +83,7 @@ class Recipe:
 
 
 @functools.lru_cache(maxsize=4)
-def recipes_for(choices: Any) -> dict[Any, Recipe]:
+def recipes_for(_choices: Any) -> dict[Any, Recipe]:
     """Return the recipes of the process for operators that choose in one way."""
     return {}
 
