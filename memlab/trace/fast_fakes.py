@@ -117,7 +117,8 @@ class FastFakes:
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
             recipe = self._recipes[key] = _learnt(func, args, kwargs, out)
-            return out, recipe
+            # of several results the fake mode may give one twice, of which the operator makes two
+            return self._made(recipe) if recipe.way == MADE and recipe.container is not None else out, recipe
         if recipe.way == MADE:
             return self._made(recipe), recipe
         if recipe.way == _WRITTEN:
@@ -194,7 +195,7 @@ def _key(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
 def _part(value: Any) -> Any:
     kind = type(value)
     if kind is FakeTensor:
-        if value.constant is not None:
+        if value.constant is not None or value.fake_device.type != "cpu":
             return None
         return value.shape, value.stride(), value.dtype
     if kind in _PLAIN:

@@ -40,7 +40,7 @@ from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.trace.hidden_memory import Temporaries
-from memlab.trace.work import work_of
+from memlab.trace.work import may_cross, work_of
 from memlab.units import MIB
 
 _MOST_REAL_BYTES = 16 * MIB
@@ -150,8 +150,9 @@ class Recorder(Ledger):
 
     def _repeat(self, times: int, first: Sequence[int], second: Sequence[int], end: Sequence[int]) -> bool:
         """Note the second of two rounds so many times again; False where those after it would do something else."""
+        noted: tuple[list[Any], ...] = self._events, self.priced, self.hidden
         before, last = (
-            [noted[a:b] for noted, a, b in zip((self._events, self.priced, self.hidden), begin, stop, strict=False)]
+            [each[a:b] for each, a, b in zip(noted, begin, stop, strict=False)]
             for begin, stop in ((first, second), (second, end))
         )
         length, born = end[0] - second[0], end[3] - second[3]
@@ -172,8 +173,8 @@ class Recorder(Ledger):
         if not is_like or self.owner or any(alive.number <= second[3] for alive in left):
             return False
         for rounds in range(1, times + 1):
-            for noted, more in zip((self._events, self.priced, self.hidden), later(rounds), strict=True):
-                noted.extend(more)
+            for each, more in zip(noted, later(rounds), strict=True):
+                each.extend(more)
         for alive in left:
             alive.number += times * born
         self._born += times * born
@@ -295,7 +296,7 @@ class Recorder(Ledger):
     def _price(
         self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, begin: int
     ) -> None:
-        known = None if recipe is None else recipe.cost
+        known = None if recipe is None or may_cross(func) else recipe.cost
         if known is None:
             work = work_of(func, args, kwargs, out)
             inside = self._inside(func, args, kwargs) if work is not None and self._inside else None
