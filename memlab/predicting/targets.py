@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -86,18 +87,23 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
     return Target("CPU ledger", host_rates(), torch.device("cpu"), None, Choices(), None, (), _CPU_MEMORY)
 
 
-def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
+@functools.cache
+def _choices_of(model: Gpu) -> Choices:
     from memlab.trace.cuda_choices import cuda_choices
     from memlab.trace.hidden_memory import Temporaries
 
     entered: Callable[[], AbstractContextManager[Any]] = partial(cuda_choices, model)
+    return Choices(entered, partial(Temporaries.of, gpu=model))
+
+
+def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
     return Target(
         name=model.name,
         rates=rates_of(model),
         rates_in_tf32=rates_of(model, allow_tf32=True),
         device=torch.device("cuda"),
         compute_capability=model.compute_capability,
-        choices=Choices(entered, partial(Temporaries.of, gpu=model)),
+        choices=_choices_of(model),
         settings=settings or Settings(),
         workspaces=workspaces(model.compute_capability),
         memory_shares=_GPU_MEMORY,
