@@ -141,7 +141,8 @@ class Run:
         """Have copies made of what modules and objects refer to, right before it is written to."""
         for kept in self._state.tensors:
             if not kept.is_copied:
-                watch.protect_storage(kept.storage_key, functools.partial(self._state_is_written, kept))
+                key = kept.storage_key
+                watch.protect_storage(key, functools.partial(self._state_is_written, kept, key))
 
     def protect_weights(self, watch: WriteWatch) -> None:
         """Have copies made of weights that train, right before they are written to."""
@@ -185,9 +186,9 @@ class Run:
         self._part.written_inputs.add(place)
         self._copies.setdefault(place, tensor.detach().clone())
 
-    def _state_is_written(self, kept: KeptTensor) -> None:
-        tensor = kept.copy()
-        if tensor is not None:
+    def _state_is_written(self, kept: KeptTensor, key: int) -> None:
+        # a frozen weight that is offloaded has another storage by then, and this one may be anybody's
+        if kept.storage_key == key and (tensor := kept.copy()) is not None:
             self._part.written.add(tensor)
 
     def first(
