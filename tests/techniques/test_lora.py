@@ -281,17 +281,13 @@ def test_predicted_peaks_are_the_measured_ones(family: str, *, has_state: bool) 
 
 def test_frozen_weights_of_blocks_are_predicted_off_the_device_beside_checkpoints() -> None:
     torch.manual_seed(0)
-    model, batch = (
-        _llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3).train(),
-        {name: each.repeat(4, 1) for name, each in _TEXT.items()},
-    )
+    model, batch = _llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3).train(), dict(_TEXT)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("gate" not in name)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     workload = Workload(model, optimizer, batch=batch)
     predicted, measured = (ask(workload, "--offload params --checkpoint") for ask in (predict, measure))
-    # the live step holds up to two frozen weights (32 KiB each) more, from run to run another number: not explained
-    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.03)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.001)
 
 
 def test_predictions_under_adapters_are_of_the_model_as_it_was_written() -> None:
