@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from memlab.exporting.parts import (
+    FROZEN_STAYS,
     adapters_config,
     has_switch_for_checkpointing,
     header,
     indent,
+    offloads_frozen,
     offloads_model_states,
     one_line_optimizer,
     stage_of,
@@ -98,6 +100,7 @@ def _script_notes(plan: Plan, kind: str) -> list[str]:
         ("the forward pass under torch.autograd.graph.save_on_cpu(pin_memory=True)", activations is not None),
         ("activations on disk: Accelerate has nothing for files, the line above keeps them in host memory",
          activations is Tier.DISK),
+        (FROZEN_STAYS, offloads_frozen(plan)),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
         (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
         ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting.parts import adapters_config, one_line_optimizer, stage_of, torchrun, wanted
+from memlab.exporting.parts import (
+    FROZEN_STAYS,
+    adapters_config,
+    offloads_frozen,
+    one_line_optimizer,
+    stage_of,
+    torchrun,
+    wanted,
+)
 from memlab.plan import Gradients, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
@@ -99,6 +107,7 @@ def _notes(plan: Plan) -> list[str]:
         ("activations without checkpointing: the forward pass under torch.autograd.graph.save_on_cpu",
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
+        (FROZEN_STAYS, offloads_frozen(plan)),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
         (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
         ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),

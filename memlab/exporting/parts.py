@@ -47,6 +47,17 @@ def offloads_model_states(plan: Plan) -> bool:
     return plan.tier_of(Offloaded.OPTIMIZER) is not None or plan.tier_of(Offloaded.PARAMS) is not None
 
 
+# where no code is written for it
+FROZEN_STAYS = (
+    "frozen models stay on the device: accelerate.cpu_offload(module, device) brings one for calls without gradients"
+)
+
+
+def offloads_frozen(plan: Plan) -> bool:
+    """Return whether frozen models leave the device between uses."""
+    return plan.tier_of(Offloaded.FROZEN) is not None
+
+
 def replacement_of(plan: Plan) -> Replacement:
     """Return the optimizer that takes the place of the user's optimizer; AdamW stands for one that the plan keeps."""
     choice = OptimizerChoice.ADAMW if plan.optimizer is OptimizerChoice.KEEP else plan.optimizer

@@ -201,11 +201,12 @@ FIELDS: tuple[PlanField, ...] = (
     ),
     PlanField(
         "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
-        "move optimizer state, activations or the parameters of blocks off the device between uses (WHAT: optimizer, activations, params)",
+        "move optimizer state, activations, the parameters of blocks or frozen models and parts off the device between uses "
+        "(WHAT: optimizer, activations, params, frozen)",
         _parse_offload, write=_offload_text,
         choices=(
             "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
-            "params,optimizer,activations",
+            "params,optimizer,activations", "frozen",
         ),
         offer="optimizer", title="Offload", is_exact=True, is_beside_engines=True, doubt=3.0,
         covers=lambda larger, smaller: set(smaller) <= set(larger),
@@ -214,7 +215,7 @@ FIELDS: tuple[PlanField, ...] = (
         names={
             "optimizer": "optimizer state", "optimizer,activations": "optimizer state, activations",
             "params": "parameters", "params,optimizer": "parameters, optimizer state",
-            "params,optimizer,activations": "all three",
+            "params,optimizer,activations": "all three", "frozen": "frozen models",
         },
     ),
     PlanField(

@@ -280,6 +280,8 @@ def _offloads_beside(engine: str, plan: Plan, in_ranks: bool) -> Iterator[tuple[
         able = [name for name, offloads in ENGINES.items() if what in offloads]
         if what is Offloaded.ACTIVATIONS:
             yield flag, "the engine runs the model", "use --checkpoint"
+        elif what is Offloaded.FROZEN:
+            yield flag, "the engine has the model, and places its parameters", "drop one of the two"
         elif engine not in able:
             kept = "optimizer state" if what is Offloaded.OPTIMIZER else "parameters"
             yield flag, f"{engine} keeps {kept} on the device", f"use --scale {', '.join(able[:-1])} or {able[-1]}"

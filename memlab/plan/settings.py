@@ -203,6 +203,7 @@ class Offloaded(StrEnum):
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     PARAMS = "params"
+    FROZEN = "frozen"
 
 
 class Tier(StrEnum):

@@ -17,6 +17,7 @@ from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointin
 from memlab.techniques.chunked_loss import ChunkedLoss
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from memlab.techniques.offload.activations import OffloadActivations
+from memlab.techniques.offload.frozen import OffloadFrozen
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.params import OffloadParams
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
@@ -32,6 +33,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     OptimizerConversion,
     PrecisionChoice,
     OffloadParams,
+    OffloadFrozen,
     OffloadOptimizer,
     OffloadActivations,
     Accumulation,

@@ -274,6 +274,11 @@ class Technique:
         return ()
 
     @property
+    def beside(self) -> Sequence[tuple[torch.nn.Module, object]]:
+        """Modules beside the model that it has changed, each with what of memlab's own belongs to it."""
+        return ()
+
+    @property
     def host_bytes(self) -> int:
         """Bytes kept off the device on behalf of this technique."""
         return 0

@@ -93,7 +93,7 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--optimizer ''", "--optimizer needs a value: --optimizer NAME"),
         ("--budget ''", "--budget needs a value: --budget SIZE"),
         ("--capacity 8GiB --capacity 9GiB", "--capacity is given twice (8GiB and 9GiB); give one of them"),
-        ("--offload ,", "--offload ,: allowed are optimizer, activations, params"),
+        ("--offload ,", "--offload ,: allowed are optimizer, activations, params, frozen"),
         ("--fp16 --bf16", "--fp16 and --bf16 both set the precision; give one of them"),
         (
             "--optim sgd --offload optimizer",

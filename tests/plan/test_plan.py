@@ -217,7 +217,7 @@ def test_flags_are_listed() -> None:
         ),
         (
             "--offload optimiser",
-            "--offload optimiser: allowed are optimizer, activations, params; did you mean optimizer?",
+            "--offload optimiser: allowed are optimizer, activations, params, frozen; did you mean optimizer?",
         ),
         (
             "--offload optimizer:hots",

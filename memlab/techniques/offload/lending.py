@@ -24,7 +24,7 @@ from torch import nn
 from memlab.runtime.away import ASK_FOR_THE_DEVICE
 from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
-from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values
+from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values, written_in_place
 from memlab.techniques.offload.block_streaming import PLAIN, BlockStreaming, fills_its_storage
 
 Parameter = nn.Parameter
@@ -109,7 +109,9 @@ class Lending(WatchedTensors):
                 return function(*args, **kwargs)
         parameters: Any = self._watched_in(args, kwargs)
         self.rest_again(list(self._lent.values()))
-        with self._left(args, kwargs), self._streaming.lent(parameters):
+        # versions do not say it of every function: of those of lists some kernels leave them alone
+        written = {*map(id, written_in_place(function, args, kwargs))}
+        with self._left(args, kwargs), self._streaming.lent(parameters, written):
             result = function(*args, **kwargs)
         self._lent |= {id(p): p for p in parameters if self._streaming.resting(p) is None}
         return result
