@@ -8,6 +8,7 @@ from typing import Any
 from memlab.exporting.parts import (
     FROZEN_STAYS,
     adapters_config,
+    loaded_base,
     offloads_frozen,
     one_line_optimizer,
     stage_of,
@@ -108,6 +109,7 @@ def _notes(plan: Plan) -> list[str]:
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
         (FROZEN_STAYS, offloads_frozen(plan)),
+        (" ".join(loaded_base(plan)), loaded_base(plan)),
         ("chunked loss: chunked_loss in memlab.export(plan, to='torch')", plan.loss is Loss.CHUNKED),
         (f"adapters: peft.get_peft_model(model, {adapters_config(plan)}) before prepare()", plan.adapters.is_on),
         ("tiled layers: tile_feed_forwards in memlab.export(plan, to='torch')", plan.tiling > 1),

@@ -9,6 +9,7 @@ from memlab.exporting.parts import (
     block,
     header,
     indent,
+    loaded_base,
     offloads_frozen,
     optimizer_helper,
     wanted,
@@ -323,6 +324,7 @@ _PARAMS_STAY = [
 def _setup(plan: Plan) -> list[str]:
     offloads = plan.tier_of(Offloaded.PARAMS) is not None
     lines = [*(_PARAMS_STAY if offloads else []), *([f"# {FROZEN_STAYS}"] if offloads_frozen(plan) else [])]
+    lines += [f"# {line}" for line in loaded_base(plan)]
     lines += ["device = next(model.parameters()).device"]
     lines += _PRECISION_SETUP.get(plan.precision, [])
     if plan.adapters.is_on:

@@ -19,6 +19,7 @@ from memlab.plan.settings import (
     EIGHT_BIT,
     ENGINES,
     Adapters,
+    BaseBits,
     BatchNorm,
     Checkpointing,
     Gradients,
@@ -252,6 +253,13 @@ FIELDS: tuple[PlanField, ...] = (
             "r=16,alpha=32": "LoRA, rank 16", "r=64,alpha=128": "LoRA, rank 64",
             "r=16,alpha=32,dora": "DoRA, rank 16", "off:merge": "off, merged into the weights", "off:drop": "off, dropped",
         },
+    ),
+    PlanField(
+        "base", "--base", "|".join(BaseBits),
+        "with --lora, keep the frozen weights of linear layers in fewer bits, and their own bits off the device until the undo",
+        _choice("--base", BaseBits),
+        choices=tuple(BaseBits), offer="nf4", title="Frozen weights", untrained="it goes with adapters, and nothing learns",
+        names={"bf16": "16 bits", "int8": "8 bits", "nf4": "4 bits (NF4)"},
     ),
     PlanField(
         "scale", "--scale", "|".join(ScaleOut),

@@ -433,7 +433,7 @@ def _of_optimizers(plan: Plan) -> Plan:
     """The settings that work on the optimizers."""
     offload = tuple(item for item in plan.offload if item[0] is Offloaded.OPTIMIZER)
     precision = plan.precision if plan.precision is Precision.PURE_BF16 else Precision.KEEP
-    return Plan(optimizer=plan.optimizer, offload=offload, precision=precision, adapters=plan.adapters)
+    return Plan(optimizer=plan.optimizer, offload=offload, precision=precision, adapters=plan.adapters, base=plan.base)
 
 
 def _elsewhere_bytes(workloads: Sequence[Workload]) -> int:

@@ -12,6 +12,7 @@ from memlab.plan import Plan
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.batchnorm import MicroStatistics
 from memlab.techniques.adapters.adapters import LowRankAdapters
+from memlab.techniques.adapters.base_bits import QuantisedBase
 from memlab.techniques.base import Technique
 from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
@@ -27,6 +28,7 @@ from memlab.techniques.tiling.tiling import Tiling
 
 TECHNIQUES: tuple[type[Technique], ...] = (
     LowRankAdapters,
+    QuantisedBase,
     Tiling,
     ActivationCheckpointing,
     ChunkedLoss,

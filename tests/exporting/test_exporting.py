@@ -42,6 +42,8 @@ EXACT = [
     "--offload params",
     "--offload params:disk,optimizer",
     "--offload frozen,activations",
+    "--lora r=8 --base nf4",
+    "--lora r=8 --base int8",
     "--release-grads",
     "--release-grads --accumulate 4",
     "--release-grads --checkpoint --offload optimizer",

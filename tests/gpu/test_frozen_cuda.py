@@ -142,3 +142,28 @@ def test_a_prediction_knows_what_leaves(pair: tuple[nn.Module, nn.Module]) -> No
         == f"frozen models beside take up to {format_bytes(frozen.most_bytes)} more while they are used"
     )
     assert frozen.all_bytes > frozen.most_bytes > 4 * 2 * _WIDTH * 2 * _WIDTH
+
+
+class _Captioner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(_WIDTH, _WIDTH).cuda()
+        self.tower = net(4)[1].requires_grad_(False)
+        self.head = nn.Linear(_WIDTH, 8).cuda()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.tower(self.before(inputs)))
+        return found
+
+
+@pytest.mark.memory
+def test_peaks_of_a_frozen_part_are_predicted() -> None:
+    model = _Captioner()
+    batch = torch.randn(8, _WIDTH, device="cuda"), torch.randn(8, 8, device="cuda")
+    load = Workload(model, torch.optim.AdamW(model.parameters()), batch, nn.MSELoss())
+    before, after = (measure(load, flags, 2).peak_allocated_bytes for flags in ("", "--offload frozen"))
+    block_bytes = 4 * 2 * _WIDTH * 2 * _WIDTH
+    assert before - after > block_bytes
+    assert predict(load).peak_allocated_bytes == pytest.approx(before, rel=0.01)
+    # the block that is fetched ahead is in no prediction, as under --offload params
+    assert 0 <= after - predict(load, "--offload frozen").peak_allocated_bytes < 1.05 * block_bytes

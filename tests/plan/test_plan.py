@@ -15,7 +15,7 @@ from memlab.plan import settings as plan_settings
 
 FLAGS = (
     "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --tile, --lora, --scale"
+    "--gradients, --release-grads, --tile, --lora, --base, --scale"
 )
 
 _checkpointing = st.one_of(
@@ -268,7 +268,7 @@ def test_unknown_field_of_a_panel() -> None:
     with pytest.raises(PlanError) as caught:
         Plan().with_setting("colour", "red")
     assert str(caught.value) == (
-        "no field 'colour' in a plan; there are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, scale"
+        "no field 'colour' in a plan; there are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, base, scale"
     )
 
 

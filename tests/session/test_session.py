@@ -693,6 +693,8 @@ class TestSwitching:
         )
         if kind.is_engine:
             plan = "--scale fsdp2"
+        if kind.field == "base":
+            plan = "--lora r=2 --base int8"
         if kind.field == "batchnorm":
             model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
             workload = Workload(model, torch.optim.AdamW(model.parameters()))

@@ -220,6 +220,25 @@ class BlockStreaming:
         self._most_ahead_bytes = max(self._most_ahead_bytes, stored.nbytes)
         parameter.data = stored
 
+    def bring_back(self, parameter: nn.Parameter, *, is_held: bool) -> None:
+        """Have a parameter without a gradient at rest on the device again, and stream it no longer.
+
+        One whose values at rest the loop holds stays there, where that is the device's own memory: the loop would hold something else.
+        """
+        stored, gradient = self.resting(parameter), parameter.grad
+        if stored is None:
+            return
+        if is_held and stored.device == self.link.device:
+            self.forget(parameter)
+            return
+        data = ParameterCopies.fetch(self.link, stored).wait()  # whatever a link makes of copies that are in use
+        if gradient is not None and gradient.device != self.link.device:
+            gradient = gradient.to(self.link.device)
+        self.forget(parameter)
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = gradient
+
     def forget(self, parameter: nn.Parameter) -> None:
         """Stream a parameter no longer."""
         self._at_rest.pop(storage_of(parameter), None)

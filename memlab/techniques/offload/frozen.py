@@ -68,7 +68,7 @@ class OffloadFrozen(Offload):
     descriptions = (
         Description(
             flags="--offload frozen",
-            saves="weights of frozen models and parts (teacher, VAE) not in use",
+            saves="frozen models and parts (teacher, VAE) not in use",
             costs="they are copied to the device for each call, and once more where gradients pass through them",
             exactness="bit for bit",
             gives_nothing="the peak comes while they are used and they repeat no blocks; refused where nothing is frozen",
@@ -145,7 +145,7 @@ class OffloadFrozen(Offload):
         for root in found.roots:
             if movable := found.movable(root, self.host.aliases()):
                 is_beside = id(root) not in found.inside
-                part = _Part(root, movable, self._spill, self._workload.device, is_beside=is_beside)
+                part = _Part(root, movable, self._spill, found.device, is_beside=is_beside)
                 self._parts.append(weakref.ref(part))
                 part.leave_device()
         self._staying_bytes = found.staying_bytes
@@ -214,7 +214,8 @@ class _Search:
 
     def __init__(self, workload: Workload, plan: Plan, left_alone: Collection[weakref.ref[nn.Module]]) -> None:
         own = [module for module in workload.model.modules() if keeps_parameters(module)]
-        self._device = workload.device
+        # a twin says that it is on the device it stands for
+        self.device = workload.device if workload.has_values else next(workload.model.parameters()).device
         self.inside = {*map(id, own)}  # of the trained model
         self.staying_bytes = 0  # of large frozen weights that `movable` has left out
         self._of_model = {id(p) for p in workload.model.parameters()}
@@ -244,7 +245,7 @@ class _Search:
         able = [
             p
             for p in large
-            if can_rest(p, self._device)
+            if can_rest(p, self.device)
             and p.grad is None
             and p is not self._first
             and self._owners[id(p)] == places[id(p)]
@@ -260,7 +261,7 @@ class _Search:
     def _is_large(self, parameter: Parameter) -> bool:
         return (
             parameter.numel() >= SMALL_ELEMENTS
-            and parameter.device == self._device
+            and parameter.device == self.device
             and isinstance(parameter, FakeTensor) is self._is_fake
             and not (parameter.layout is torch.strided and is_spilled(parameter.untyped_storage()))
         )
@@ -380,23 +381,9 @@ class _Part:
         resting = [p for p in self._parameters if self._streaming.resting(p) is not None]
         held = held_by_others(resting, aliases + 1)
         for parameter in resting:
-            self._bring_back(parameter, is_held=id(parameter) in held)
+            self._streaming.bring_back(parameter, is_held=id(parameter) in held)
         self._is_over = True
         self._undo.run()
-
-    def _bring_back(self, parameter: Parameter, *, is_held: bool) -> None:
-        stored, link, gradient = self._streaming.resting(parameter), self._streaming.link, parameter.grad
-        assert stored is not None
-        if is_held and stored.device == link.device:
-            self._streaming.forget(parameter)  # the loop holds it, and would hold something else
-            return
-        data = ParameterCopies(link.device).fetch(stored).wait()
-        if gradient is not None and gradient.device != link.device:
-            gradient = gradient.to(link.device)
-        self._streaming.forget(parameter)
-        parameter.grad = None
-        parameter.data = data
-        parameter.grad = gradient
 
     # -- in use --------------------------------------------------------------------------------
 
@@ -417,7 +404,7 @@ class _Part:
         if self._is_trained or any(p.requires_grad for p in self._parameters):
             return "it is trained by now"
         self._steps_written = self._steps_written + 1 if self._found != self._now() else 0
-        return "the loop writes to its weights step after step" if self._steps_written == _MOST_STEPS_WRITTEN else ""
+        return "the loop writes to its weights step after step" if self._steps_written >= _MOST_STEPS_WRITTEN else ""
 
     def _now(self) -> list[tuple[int, int]]:
         return [(-1 if p.is_inference() else p._version, storage_of(p)) for p in self._parameters]
