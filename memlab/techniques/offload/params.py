@@ -37,7 +37,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision
-from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added, is_in_backward
 from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
@@ -53,7 +52,7 @@ from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Redu
 from memlab.techniques.offload.block_streaming import (
     BlockStreaming,
     ParameterCopies,
-    fills_its_storage,
+    can_rest,
     slots_of,
 )
 from memlab.techniques.offload.lending import Lending, set_gradient
@@ -505,14 +504,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
     return [
         p
         for p in {id(p): p for block in blocks for p in block.parameters()}.values()
-        if id(p) not in outside | first
-        and own_class(p) in PLAIN
-        and p.layout is torch.strided
-        and p.numel() >= SMALL_ELEMENTS
-        and p.device == everything[0].device
-        and not is_in_shared_memory(p)
-        and fills_its_storage(p)
-        and storages.count(storage_of(p)) == 1
+        if id(p) not in outside | first and can_rest(p, everything[0].device) and storages.count(storage_of(p)) == 1
     ]
 
 

@@ -39,8 +39,8 @@ def is_spilled(storage: torch.UntypedStorage) -> bool:
 
 
 @contextmanager
-def _births_are_spilled() -> Iterator[None]:
-    """A ledger sees a storage at its birth, before it could be registered."""
+def births_are_spilled() -> Iterator[None]:
+    """Context in which what is born is not counted: a ledger sees a storage at its birth, before it could be registered."""
     global _spilling
     _spilling = True
     try:
@@ -137,7 +137,7 @@ class Spill:
         shape = tensor.shape
         strides = tensor.stride() if is_dense(tensor) else [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if isinstance(tensor, FakeTensor):
-            with _births_are_spilled():
+            with births_are_spilled():
                 spilled = tensor.new_empty_strided(shape, strides)
         elif self.tier is Tier.DISK or (self.tier is Tier.AUTO and tensor.is_cpu):
             spilled = _shaped(self._files.take(size_bytes), tensor, strides)
@@ -146,7 +146,7 @@ class Spill:
         elif tensor.is_cuda:
             spilled = _shaped(pinned(size_bytes, self._say), tensor, strides)
         else:
-            with _births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
+            with births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
                 spilled = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
         self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled
