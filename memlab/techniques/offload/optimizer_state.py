@@ -149,7 +149,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
         if consists_of_others(value):
             return _Kept(self._spill(home_of(parameter)).store(value))
         if own_class(value) not in PLAIN:
-            self.note_once(
+            self.notes.once(
                 f"what an optimizer keeps in a {type(value).__name__} stays where it is: what such a tensor does is not known"
             )
             return None
@@ -255,7 +255,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
 
     def _spill(self, device: torch.device) -> Spill:
         tier = self._tier(device)
-        return self._spills.setdefault(tier, Spill(tier, say=called_while_alive(self.note_once)))
+        return self._spills.setdefault(tier, Spill(tier, say=called_while_alive(self.notes.once)))
 
     def _forget(self, optimizer: Optimizer) -> None:
         settle()

@@ -169,7 +169,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
             )
         self._parameters = parameters
         link = ParameterCopies(parameters[0].device)
-        self._spill = Spill(self._tier(workload.device), say=called_while_alive(self.note_once))
+        self._spill = Spill(self._tier(workload.device), say=called_while_alive(self.notes.once))
         self._gradients = _Gradients(self._spill, link)
         self._streaming = BlockStreaming(blocks, link, self._spill, self._gradients.watch)
         self._gradients.serve(self._streaming)
