@@ -33,6 +33,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
+from memlab.runtime.accelerator import has_streams
 from memlab.runtime.autocast import without_cached_casts
 from memlab.runtime.backward import is_in_backward
 from memlab.runtime.callers import handed_over
@@ -44,7 +45,7 @@ from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import WhileAlive, is_shared, storage_of
 from memlab.runtime.stand_ins import keep_out_of_copies
 from memlab.techniques.offload.spill import PLAIN, Spill, is_dense
-from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
+from memlab.techniques.offload.transfers import CopyStreams, SideStreams, Ticket
 
 _Slot = tuple[nn.Module, str]
 
@@ -63,8 +64,8 @@ class ParameterCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.overlaps = device.type == "cuda"  # whether copies run beside computations
-        self._streams = CudaCopyStreams(device) if self.overlaps else CopyStreams()
+        self.overlaps = has_streams(device)  # whether copies run beside computations
+        self._streams = SideStreams(device) if self.overlaps else CopyStreams()
         # by the storage it goes to, what says that a copy is done that was sent since all was settled
         self._sent: dict[int, Any] = {}
 
