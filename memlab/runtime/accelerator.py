@@ -19,6 +19,8 @@ _HOST = ("cpu", "meta")
 _NAMES = {"cuda": "ROCm" if torch.version.hip else "CUDA", "xpu": "XPU", "mps": "MPS"}
 # whose memory is that of the host: what goes there frees nothing
 _SHARING = ("cpu", "mps")
+# of any other backend torch.accelerator.empty_host_cache may end the process: it asks for an allocator that need not be there
+_CACHING_PINNED = ("cuda", "xpu")
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,18 @@ def has_kernel(operator: str, device: torch.device) -> bool:
         return False
 
 
+@cache
+def takes_other_data(device: torch.device) -> bool:
+    """Return whether torch lets a parameter of a device have its data on the host (`parameter.data = …`).
+
+    Example:
+        >>> takes_other_data(torch.device("cpu"))
+        True
+    """
+    there, here = (torch.empty(0, device=each) for each in (device, "cpu"))
+    return bool(torch._has_compatible_shallow_copy_type(there, here))
+
+
 # --- memory -----------------------------------------------------------------------------------------
 
 
@@ -238,11 +252,10 @@ def empty_cache() -> None:
 
 
 def empty_host_cache() -> None:
-    """Give pinned memory that is cached back to the system, where the backend caches any."""
-    empty = getattr(torch._C, "_host_emptyCache", None) or getattr(torch.accelerator, "empty_host_cache", None)
-    if empty is not None:
-        with suppress(RuntimeError):
-            empty()
+    """Give pinned memory that is cached back to the system, where the backend is known to cache any."""
+    if _built_for() not in _CACHING_PINNED or not is_in_use():
+        return
+    (getattr(torch._C, "_host_emptyCache", None) or torch.accelerator.empty_host_cache)()
 
 
 # --- streams and events -----------------------------------------------------------------------------
