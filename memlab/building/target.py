@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from memlab.errors import BuildError
+from memlab.runtime import accelerator
 
 _SHORT_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _BY_NAME = _SHORT_NAMES | {str(dtype).removeprefix("torch."): dtype for dtype in _SHORT_NAMES.values()}
@@ -38,7 +39,7 @@ def _device(given: torch.device | str) -> torch.device:
 
 
 def _devices_here() -> str:
-    found = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    found = ["cpu", *map(str, accelerator.every())]
     return f"devices here: {', '.join(found)}"
 
 

@@ -3,13 +3,17 @@
 Rates are dense ones: where a datasheet gives numbers "with sparsity", they are halved. fp16 and bf16 are matrix
 products that accumulate in fp32, as torch does them, on tensor cores where the GPU has them. A rate is None where
 the GPU has no such mode, or where its datasheet's number could not be confirmed.
+
+GPUs that are not NVIDIA's are there for their memory, bandwidth and rates; what memlab knows of kernels and workspaces is CUDA's. Of
+cards with two dies an entry is one die, since torch shows each as a GPU. Apple's chips come with several sizes of memory, which is the host's
+too: the largest is listed, and macOS lets the GPU have about three quarters of it.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memlab.errors import MemlabError
 from memlab.units import format_bytes
@@ -26,6 +30,9 @@ _CONTEXT_BYTES = 512 * 2**20  # of CUDA, with the kernels that are loaded
 _USABLE_SHARE = 0.96  # of a GPU's memory
 
 
+NOT_NVIDIA = (0, 0)  # compute capability of what has none
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A model of GPU."""
@@ -37,9 +44,17 @@ class Gpu:
     tf32_flops: float | None  # peak rate of fp32 matrix products rounded to tf32
     fp16_flops: float | None  # peak rate of fp16 matrix products
     bf16_flops: float | None  # peak rate of bf16 matrix products
-    compute_capability: tuple[int, int]  # (major, minor), as `torch.cuda.get_device_capability` says it
+    compute_capability: tuple[
+        int, int
+    ]  # (major, minor), as `torch.cuda.get_device_capability` says it; `NOT_NVIDIA` for others
     datasheet: str  # where the numbers are from
-    multiprocessors: int  # how many
+    multiprocessors: int  # how many; 0 where it is not NVIDIA's
+    device_type: str = "cuda"  # torch's name for its backend; ROCm's is "cuda" too
+
+    @property
+    def is_of_nvidia(self) -> bool:
+        """Return whether kernels, workspaces and the allocator are CUDA's."""
+        return self.compute_capability != NOT_NVIDIA
 
     @property
     def threads(self) -> int:
@@ -88,6 +103,38 @@ def _gpu(
     return Gpu(name, gib * _GIB, bandwidth, fp32, tf32, fp16, bf16, compute_capability, datasheet, multiprocessors)
 
 
+_MI210 = (
+    "https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi210-data-sheet.pdf"
+)
+_MI250X = "https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html"
+_MI300X = (
+    "https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf"
+)
+_RX_7900_XTX = "https://www.amd.com/en/products/graphics/desktops/radeon/7000-series/amd-radeon-rx-7900xtx.html"
+_ARC_A770 = (
+    "https://www.intel.com/content/www/us/en/products/sku/229151/intel-arc-a770-graphics-16gb/specifications.html"
+)
+_ARC_B580 = "https://www.intel.com/content/www/us/en/products/sku/241598/intel-arc-b580-graphics/specifications.html"
+_MAX_1550 = (
+    "https://www.intel.com/content/www/us/en/products/sku/232873/intel-data-center-gpu-max-1550/specifications.html"
+)
+_M1 = "https://www.apple.com/newsroom/2020/11/apple-unleashes-m1/"
+_M2 = "https://www.apple.com/newsroom/2022/06/apple-unveils-m2-with-breakthrough-performance-and-capabilities/"
+_M3 = "https://www.apple.com/newsroom/2023/10/apple-unveils-m3-m3-pro-and-m3-max-the-most-advanced-chips-for-a-personal-computer/"
+_M4 = "https://www.apple.com/newsroom/2024/05/apple-introduces-m4-chip/"
+
+
+def _other(
+    name: str,
+    gib: int,
+    gigabytes_per_second: float,
+    teraflops: tuple[float | None, float | None, float | None, float | None],
+    device_type: str,
+    datasheet: str,
+) -> Gpu:
+    return replace(_gpu(name, gib, gigabytes_per_second, teraflops, NOT_NVIDIA, datasheet, 0), device_type=device_type)
+
+
 # name, memory in GiB, bandwidth in GB/s, teraflops in (fp32, tf32, fp16, bf16), compute capability, datasheet, multiprocessors
 _GPUS: tuple[Gpu, ...] = (
     _gpu("GTX 1080", 8, 320, (8.873, None, None, None), (6, 1), _GTX_1080, 20),
@@ -109,6 +156,17 @@ _GPUS: tuple[Gpu, ...] = (
     _gpu("RTX 5090", 32, 1792, (104.8, 104.8, 209.5, 209.5), (12, 0), _RTX_BLACKWELL, 170),
     # an eighth of the DGX B200: 1,440 GB, 64 TB/s; sources disagree about fp32 (75 or 80) and tf32 (1.1 or 1.125 PFLOP/s)
     _gpu("B200", 180, 8000, (None, None, 2250, 2250), (10, 0), _B200, 148),
+    _other("MI210", 64, 1638, (22.6, None, 181, 181), "cuda", _MI210),
+    _other("MI250X", 64, 3277 / 2, (47.9 / 2, None, 383 / 2, 383 / 2), "cuda", _MI250X),  # one of two dies
+    _other("MI300X", 192, 5300, (163.4, None, 1307.4, 1307.4), "cuda", _MI300X),
+    _other("RX 7900 XTX", 24, 960, (61.4, None, 122.8, None), "cuda", _RX_7900_XTX),
+    _other("Arc A770", 16, 560, (None, None, None, None), "xpu", _ARC_A770),
+    _other("Arc B580", 12, 456, (13.67, None, None, None), "xpu", _ARC_B580),
+    _other("Max 1550", 64, 3277 / 2, (52 / 2, None, None, None), "xpu", _MAX_1550),  # one of two stacks
+    _other("M1", 16, 68, (2.6, None, None, None), "mps", _M1),
+    _other("M2", 24, 100, (3.6, None, None, None), "mps", _M2),
+    _other("M3", 24, 100, (None, None, None, None), "mps", _M3),
+    _other("M4", 32, 120, (None, None, None, None), "mps", _M4),
 )
 _BY_NAME = {gpu.name.casefold(): gpu for gpu in _GPUS}
 
@@ -118,7 +176,7 @@ def gpus() -> tuple[Gpu, ...]:
 
     Example:
         >>> [gpu.name for gpu in gpus()][:3]
-        ['GTX 1080', 'RTX 2080 Ti', 'P100']
+        ['GTX 1080', 'RTX 2080 Ti', 'Arc B580']
     """
     return tuple(sorted(_GPUS, key=lambda gpu: (gpu.memory_bytes, gpu.name)))
 
@@ -140,7 +198,7 @@ def gpu(name: str) -> Gpu:
 
 
 def smallest_that_holds(size_bytes: int) -> Gpu | None:
-    """The GPU with the least memory that is at least this large; None when there is none.
+    """The GPU of NVIDIA's with the least memory that is at least this large; None when there is none.
 
     Of GPUs with the same memory, the one with the lower bandwidth: the cheaper one, as a rule.
 
@@ -148,7 +206,7 @@ def smallest_that_holds(size_bytes: int) -> Gpu | None:
         >>> smallest_that_holds(20 * 2**30).name
         'L4'
     """
-    large_enough = (listed for listed in _GPUS if listed.memory_bytes >= size_bytes)
+    large_enough = (listed for listed in _GPUS if listed.is_of_nvidia and listed.memory_bytes >= size_bytes)
     return min(large_enough, key=lambda listed: (listed.memory_bytes, listed.bandwidth_bytes_per_second), default=None)
 
 

@@ -36,6 +36,7 @@ _SECONDS_PER_KERNEL = 8e-6
 # PCIe x16 by the first compute capability of a generation: 3.0, 4.0, 5.0, each at 80 % for pinned memory (an assumption)
 _PCIE_BYTES_PER_SECOND = (((9, 0), 63.0 * _GIGA), ((8, 0), 31.5 * _GIGA), ((0, 0), 15.75 * _GIGA))
 _PCIE_EFFICIENCY = 0.8
+_OTHER_PCIE_BYTES_PER_SECOND = 31.5 * _GIGA  # of GPUs that are not NVIDIA's: an assumption, 4.0
 # fp64 results per clock against fp32 ones, "Throughput of Native Arithmetic Instructions" of the CUDA programming guide:
 # https://docs.nvidia.com/cuda/archive/12.9.1/cuda-c-programming-guide/index.html#arithmetic-instructions
 _HALF_RATE_FP64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
@@ -164,7 +165,9 @@ def rates_of(gpu: Gpu, *, allow_tf32: bool = False) -> Rates:
         flops_per_second=rates,
         bytes_per_second=gpu.bandwidth_bytes_per_second,
         seconds_per_kernel=_SECONDS_PER_KERNEL,
-        host_bytes_per_second=next(rate for since, rate in _PCIE_BYTES_PER_SECOND if gpu.compute_capability >= since),
+        host_bytes_per_second=next(rate for since, rate in _PCIE_BYTES_PER_SECOND if gpu.compute_capability >= since)
+        if gpu.is_of_nvidia
+        else _OTHER_PCIE_BYTES_PER_SECOND,
         product_efficiency=_PRODUCT_EFFICIENCY,
         attention_efficiency=_ATTENTION_EFFICIENCY,
         bandwidth_efficiency=_BANDWIDTH_EFFICIENCY,
@@ -184,7 +187,10 @@ def _notes(gpu: Gpu, rates: Mapping[str, float]) -> Iterable[str]:
         return
     for dtype, own in (("fp16", gpu.fp16_flops), ("bf16", gpu.bf16_flops)):
         if own is None:
-            yield f"{dtype} products at the rate of fp32: {gpu.name} has no {dtype}"
+            lacks = (
+                f"{gpu.name} has no {dtype}" if gpu.is_of_nvidia else f"the catalogue has no {dtype} rate of {gpu.name}"
+            )
+            yield f"{dtype} products at the rate of fp32: {lacks}"
     if math.isnan(rates["fp32"]):
         yield f"no time of fp32 products: the catalogue has no fp32 rate of {gpu.name}"
 

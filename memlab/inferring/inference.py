@@ -34,8 +34,8 @@ from memlab.plan import Plan, Precision
 from memlab.plan.fields import BY_NAME
 from memlab.records import Category
 from memlab.records.inference import InferenceRecord
+from memlab.runtime.accelerator import is_accelerator, most_bytes
 from memlab.runtime.batch import Batch
-from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.hooks import CallHook, is_compiled, on_each_step
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.out_of_memory import with_room
@@ -126,7 +126,7 @@ class Inference:
     def capacity_bytes(self) -> int | None:
         """Return what the device holds: the size it was given, or on CUDA what others do not use; None where it has no size."""
         device, where = self._meter.device, next(self.model.parameters()).device
-        if device.capacity_bytes is not None or where.type != "cuda":
+        if device.capacity_bytes is not None or not is_accelerator(where):
             return device.capacity_bytes
         return most_bytes(where)
 

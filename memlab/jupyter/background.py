@@ -51,6 +51,8 @@ from memlab.jupyter.shown_errors import Shell
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Control
 from memlab.live.stage import Cancelled
+from memlab.runtime import accelerator
+from memlab.runtime.autocast import device_types
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
 from memlab.session import session_of
@@ -283,9 +285,6 @@ def _hand_over(model: nn.Module, thread: threading.Thread) -> None:
         session.hand_over(thread.ident)
 
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
-
-
 class Program:
     """The text of a cell, compiled on the main thread, to be executed on another."""
 
@@ -371,9 +370,9 @@ class ThreadState:
     def __init__(self) -> None:
         self._has_grad = torch.is_grad_enabled()
         self._default_device = torch.get_default_device()
-        self._cuda_device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call] # unannotated in torch
+        self._accelerator = accelerator.current() if accelerator.is_in_use() else None
         self._autocast = {
-            kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)
+            kind: torch.get_autocast_dtype(kind) for kind in device_types() if torch.is_autocast_enabled(kind)
         }
 
     @contextmanager
@@ -384,8 +383,8 @@ class ThreadState:
             if self._default_device.type != "cpu":
                 # a default device slows every call of torch, so none is set that is there anyway
                 undo.enter_context(self._default_device)
-            if self._cuda_device is not None:
-                undo.enter_context(torch.cuda.device(self._cuda_device))
+            if self._accelerator is not None:
+                undo.enter_context(accelerator.on_device(self._accelerator))
             for kind, dtype in self._autocast.items():
                 undo.enter_context(torch.autocast(kind, dtype))
             yield

@@ -16,6 +16,7 @@ from memlab.measuring.loop_meter import CompanionObserver, meter_of
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.retries import RetryWatch
+from memlab.runtime import accelerator
 from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
@@ -94,7 +95,7 @@ class CellMeter(Observer):
                 meter.optimizer_found(optimizer)
         if taken.number == 1:
             watching += [meter, self]
-            if session.workload.device.type == "cuda":
+            if accelerator.has_peaks(session.workload.device):
                 watching.append(RetryWatch(session.log.note, device=session.workload.device))
         elif taken.number:
             watching.append(_Beside(meter, taken.number, self))

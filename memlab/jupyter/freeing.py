@@ -25,6 +25,7 @@ import torch
 
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.shown_errors import errors_behind
+from memlab.runtime import accelerator
 from memlab.runtime.callers import module_of
 from memlab.runtime.interrupts import listen_no_more
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release
@@ -99,7 +100,8 @@ def free(errors: Iterable[BaseException]) -> str:
     after_bytes = _allocated_bytes()
     if before_bytes is None or after_bytes is None:
         return ""
-    return f"CUDA: {format_bytes(before_bytes)} → {format_bytes(after_bytes)} allocated"
+    name = accelerator.name_of(accelerator.every()[0])
+    return f"{name}: {format_bytes(before_bytes)} → {format_bytes(after_bytes)} allocated"
 
 
 def calls_for_freeing(error: BaseException) -> bool:
@@ -163,6 +165,6 @@ def _has_graph(value: Any) -> bool:
 
 
 def _allocated_bytes() -> int | None:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
+    if not accelerator.is_in_use():
         return None
-    return sum(torch.cuda.memory_allocated(device) for device in range(torch.cuda.device_count()))
+    return sum(map(accelerator.allocated_bytes, accelerator.every()))

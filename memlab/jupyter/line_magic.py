@@ -28,6 +28,7 @@ from memlab.records.ablation import Ablation
 from memlab.records.comparison import Comparison, FoundPlan
 from memlab.records.ranks import PredictedRanks
 from memlab.records.run_record import RunRecord
+from memlab.runtime import accelerator
 from memlab.runtime.workload import Workload
 from memlab.session import fit, session_of, sessions, switch_together
 from memlab.units import parse_bytes
@@ -363,4 +364,4 @@ def _file_in(words: list[str], command: str) -> Path:
 
 
 def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(accelerator.device_type() or "cpu")

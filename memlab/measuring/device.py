@@ -1,4 +1,4 @@
-"""`Device`: what memory and time are counted on, a CPU or a CUDA device."""
+"""`Device`: what memory and time are counted on, the CPU or an accelerator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 from memlab.errors import WorkloadError
 from memlab.measuring.ledger import Ledger
 from memlab.records import Category, TimelinePoint
-from memlab.runtime.cuda_room import allowed_share, workspaces
+from memlab.runtime import accelerator
+from memlab.runtime.cublas import workspaces
 from memlab.runtime.host_memory import pinned
 from memlab.units import MIB, format_bytes
+
+_CPU = torch.device("cpu")
 
 
 class TimeMark:
@@ -32,12 +35,11 @@ class TimeMark:
         return float(self._seconds - earlier._seconds)
 
 
-class CudaMark(TimeMark):
+class StreamMark(TimeMark):
     """A moment in the device's stream, reached when the work queued before it is done."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # unannotated in torch
-        self._event.record(torch.cuda.current_stream(device))
+        self._event = accelerator.timed_event(device)
 
     def passed(self) -> bool:
         return bool(self._event.query())
@@ -50,22 +52,28 @@ class CudaMark(TimeMark):
 class Device:
     """The device whose memory is counted: here by the ledger alone, with times of the wall clock.
 
+    Peaks are those of observed steps, and the ledger is what enforces a capacity.
+
     Attributes:
         name: the device in words, with its size, or the capacity that it was given.
         capacity_bytes: size it was given, or None.
+        total_bytes: size it was given, or its own; 0 where that is not known.
         observes_every_step: whether the ledger must watch all steps, because it enforces the capacity.
         counts_every_step: whether each step has a peak of its own; else those that the ledger watches.
     """
 
-    observes_every_step = False
-    counts_every_step = True
+    def __init__(self, capacity_bytes: int | None = None, device: torch.device = _CPU) -> None:
+        self.device = device
+        self.observes_every_step = self.counts_every_step = capacity_bytes is not None
+        self._describe(f"{accelerator.name_of(device)} ledger", capacity_bytes)
+        self.total_bytes = capacity_bytes or 0
 
-    def __init__(self, name: str, capacity_bytes: int | None) -> None:
+    def _describe(self, name: str, capacity_bytes: int | None) -> None:
         self.capacity_bytes = capacity_bytes
         self.name = name if capacity_bytes is None else f"{name} (capacity {format_bytes(capacity_bytes)})"
 
     def ledger(self) -> Ledger:
-        return Ledger("cpu", self.capacity_bytes)
+        return Ledger(self.device.type, self.capacity_bytes)
 
     def mark(self) -> TimeMark:
         return TimeMark()
@@ -104,20 +112,11 @@ class Device:
         """Give back what the device was given."""
 
 
-class CpuDevice(Device):
-    """The CPU; peaks are known for observed steps."""
-
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        super().__init__("CPU ledger", capacity_bytes)
-        # the ledger is what enforces a capacity
-        self.observes_every_step = self.counts_every_step = capacity_bytes is not None
-
-
-class CudaDevice(Device):
-    """One GPU: totals from the allocator's counters on every step, categories from observed steps.
+class CountedDevice(Device):
+    """One accelerator: totals from the allocator's counters on every step, categories from observed steps.
 
     The allocator enforces a capacity by itself, so the ledger only observes. Peak counters are reset at the beginning of
-    each step: what the user's own code reads from `torch.cuda.max_memory_allocated` then covers the last step.
+    each step: what the user's own code reads from `torch.cuda.max_memory_allocated` and its like then covers the last step.
 
     Known limitations:
         The capacity limits what this process reserves through PyTorch; the CUDA context comes on top. Segments in which
@@ -125,46 +124,42 @@ class CudaDevice(Device):
     """
 
     def __init__(self, device: torch.device, capacity_bytes: int | None = None) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._total_bytes: int = torch.cuda.get_device_properties(self.device).total_memory
-        name = torch.cuda.get_device_name(self.device)
-        super().__init__(
-            f"{name} ({format_bytes(self._total_bytes)})" if capacity_bytes is None else name, capacity_bytes
-        )
+        super().__init__(None, accelerator.with_index(device))
+        self.counts_every_step = True
+        self.total_bytes = accelerator.total_bytes(self.device)
+        name = accelerator.device_name(self.device)
+        self._describe(f"{name} ({format_bytes(self.total_bytes)})" if capacity_bytes is None else name, capacity_bytes)
         self._fraction_before: float | None = None
         if capacity_bytes is not None:
             self._limit(capacity_bytes)
 
     def ledger(self) -> Ledger:
-        return Ledger("cuda")
+        return Ledger(self.device.type)
 
     def mark(self) -> TimeMark:
-        return CudaMark(self.device)
+        return StreamMark(self.device)
 
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
-        if not loss.is_cuda:
+        if loss.device.type != self.device.type:
             return float(loss)
         copy = pinned(loss.nbytes).view(loss.dtype).view(loss.shape)
         return copy.copy_(loss, non_blocking=True)
 
     def reset_peaks(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        accelerator.reset_peaks(self.device)
 
     def peaks(self, observed_bytes: int | None) -> tuple[int | None, int | None]:
-        # one call: `max_memory_allocated` and its like each flatten hundreds of counters first
-        counters = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return _peak(counters, "allocated_bytes"), _peak(counters, "reserved_bytes")
+        counted = accelerator.counters(self.device) or accelerator.Counters()
+        return counted.allocated_peak, counted.reserved_peak
 
     def driver_bytes(self) -> int | None:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        free_bytes, total_bytes = accelerator.free_and_total(self.device)
         return total_bytes - free_bytes
 
     def elsewhere_bytes(self, known_bytes: int) -> int:
-        counters = torch.cuda.memory_stats_as_nested_dict(self.device)
-        # as asked for: a block may be up to a MiB larger, for each weight
-        asked_for = counters.get("requested_bytes", counters.get("allocated_bytes"))
-        requested_bytes: int = asked_for["all"]["current"] if asked_for else 0
-        kept_bytes = sum(workspaces(torch.cuda.get_device_capability(self.device)))
+        requested_bytes = (accelerator.counters(self.device) or accelerator.Counters()).requested
+        capability = accelerator.compute_capability(self.device)
+        kept_bytes = 0 if capability is None else sum(workspaces(capability))
         rest_bytes = requested_bytes - known_bytes - kept_bytes
         return rest_bytes if rest_bytes > MIB else 0  # small tensors of the model's own
 
@@ -188,27 +183,27 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         if self._fraction_before is not None:
-            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.device)
+            accelerator.limit_share(self.device, self._fraction_before)
             self._fraction_before = None
 
     def _limit(self, capacity_bytes: int) -> None:
         # the limit refuses new segments only; what an earlier run left cached would be used beyond it
-        torch.cuda.empty_cache()
-        self._fraction_before = allowed_share(self.device)
+        accelerator.empty_cache()
+        self._fraction_before = accelerator.allowed_share(self.device)
         # rounded up: the allocator drops what the product with the total has behind the point, a byte where it is just below
-        fraction = math.nextafter(capacity_bytes / self._total_bytes, math.inf)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), self.device)
-
-
-def _peak(counters: dict[str, dict[str, dict[str, int]]], counter: str) -> int:
-    """A peak of the allocator; zero before the device was first used, when there are no counters."""
-    return counters[counter]["all"]["peak"] if counters else 0
+        fraction = math.nextafter(capacity_bytes / self.total_bytes, math.inf)
+        accelerator.limit_share(self.device, min(1.0, fraction))
 
 
 def device_for(device: torch.device, capacity_bytes: int | None = None) -> Device:
     """The device that counts the memory of tensors on `device`."""
     if device.type == "cpu":
-        return CpuDevice(capacity_bytes)
-    if device.type == "cuda":
-        return CudaDevice(device, capacity_bytes)
-    raise WorkloadError(f"device {device}: memory is measured on cpu and cuda; move the model to one of them")
+        return Device(capacity_bytes)
+    if not accelerator.is_accelerator(device):
+        raise WorkloadError(
+            f"device {device}: memory is measured on the CPU and on accelerators that torch has a module for (torch.cuda, "
+            "torch.xpu, torch.mps); move the model to one of them"
+        )
+    if accelerator.has_peaks(device) and (capacity_bytes is None or accelerator.can_limit(device)):
+        return CountedDevice(device, capacity_bytes)
+    return Device(capacity_bytes, device)

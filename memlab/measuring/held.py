@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memlab.runtime.accelerator import is_accelerator
 from memlab.runtime.callers import is_installed
 from memlab.runtime.containers import PLAIN, content_of
 from memlab.runtime.loop_reading import variables_of
@@ -85,7 +86,7 @@ class Walk:
         self._kept.clear()
 
     def _count(self, tensor: torch.Tensor, way: tuple[str, ...], share: float) -> None:
-        if tensor.device != self._device and tensor.device.type == self._device.type == "cuda":
+        if tensor.device != self._device and tensor.device.type == self._device.type and is_accelerator(tensor.device):
             return
         if tensor.device.type != self._device.type or (tensor.is_leaf and tensor.requires_grad):
             return

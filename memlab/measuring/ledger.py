@@ -91,7 +91,7 @@ class Ledger(WatchingMode):
 
     def __init__(self, device_type: str = "cpu", capacity_bytes: int | None = None) -> None:
         super().__init__()
-        self.device_type = device_type  # storages of which devices count, "cpu" or "cuda"
+        self.device_type = device_type  # storages of which devices count
         self.capacity_bytes = capacity_bytes  # size of the device; a birth past it raises `torch.OutOfMemoryError`
         self.peak_bytes = 0  # highest `live_bytes` since `begin`
         self._live_bytes = 0
@@ -112,13 +112,18 @@ class Ledger(WatchingMode):
         self._failure: Exception | None = None
         self._product: weakref.ref[torch.Tensor] | None = None  # one that has no graph yet
         self._is_aside = False  # while the backward pass of one runs
-        self._sums_in_place = device_type == "cuda"
+        self._sums_in_place = device_type != "cpu"
         # births and deaths up to a sum of gradients, what it was written over, the sum
         self._sum: tuple[int, int, _Alive | None] = (0, 0, None)
         self._summed = False  # whether one was recorded as written in place
         self._node = self._before_node = 0  # which function's backward runs; number of the last storage before it
         # reading the attribute is five times as fast as comparing `tensor.device.type`
-        self._is_here = attrgetter(f"is_{device_type}")
+        self._is_here = (
+            attrgetter(f"is_{device_type}") if hasattr(torch.Tensor, f"is_{device_type}") else self._has_type
+        )
+
+    def _has_type(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device_type
 
     @property
     def live_bytes(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memlab.errors import WorkloadError
-from memlab.measuring.device import CudaDevice, Device, device_for
+from memlab.measuring.device import Device, device_for
 from memlab.measuring.loop_meter import CompanionObserver, meter_of
 from memlab.measuring.times import OBSERVED_IN_A_ROW
 from memlab.plan import Plan
@@ -179,10 +179,10 @@ def measured_row(workload: Workloads, plan: Plan, steps: int, device: Device | N
 def row_of_failure(plan: Plan, device: Device, words: str) -> Measurement:
     """The row of a plan that ran out of memory."""
     capacity_bytes = device.capacity_bytes
-    if capacity_bytes is None and isinstance(device, CudaDevice):
-        capacity_bytes = torch.cuda.get_device_properties(device.device).total_memory
+    if capacity_bytes is None:
+        capacity_bytes = device.total_bytes
     asked = words.split(". ")[1] if ". " in words else words
-    return out_of_memory(plan, device.name, capacity_bytes or 0, asked)
+    return out_of_memory(plan, device.name, capacity_bytes, asked)
 
 
 def say_when_long(doing: str) -> Callable[[str], None]:

@@ -43,6 +43,7 @@ from memlab.predicting.segments import (
 )
 from memlab.predicting.targets import Target, target_for
 from memlab.records import Category, Measurement
+from memlab.runtime.accelerator import has_peaks
 from memlab.runtime.batch import Batch
 from memlab.runtime.mechanisms import LoopChecks, brought
 from memlab.runtime.ownership import needs_closure
@@ -441,10 +442,10 @@ def _of_optimizers(plan: Plan) -> Plan:
 def _elsewhere_bytes(workloads: Sequence[Workload]) -> int:
     """Bytes on the GPU of some workloads of what is no part of them; those of the CPU are not known."""
     on_gpu = workloads[0].device
-    if on_gpu.type != "cuda":
+    if not has_peaks(on_gpu):
         return 0
     gc.collect()  # as before measuring: models of earlier cells that only cycles keep are no part of what goes on
-    ledger = Ledger("cuda")
+    ledger = Ledger(on_gpu.type)
     for each in workloads:
         session = session_of(each.model)
         held = () if session is None else session.in_force.held_tensors

@@ -212,7 +212,7 @@ def _prediction(predictor: PlanPredictor, plan: Plan) -> Prediction:
         tokens_per_step=parts.tokens,
         interval_bytes=(low_bytes, max(high_bytes, parts.probe_bytes)),
         interval_seconds=interval_seconds(parts.seconds, calibrated=False),
-        notes=parts.notes,
+        notes=(*target.notes, *parts.notes),
     )
 
 

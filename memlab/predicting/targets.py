@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 
 from memlab.allocator import Settings
-from memlab.hardware.gpus import Gpu, gpu, gpus
+from memlab.hardware.gpus import NOT_NVIDIA, Gpu, gpu, gpus
 from memlab.hardware.roofline import Rates, rates_of
 from memlab.measuring.device import device_for
 from memlab.measuring.host_rates import host_rates
 from memlab.plan import Plan, Precision
-from memlab.runtime.cuda_room import workspaces
+from memlab.runtime import accelerator
+from memlab.runtime.cublas import workspaces
 from memlab.runtime.fp32_products import rounds_factors
 from memlab.runtime.workload import Workload
 from memlab.trace.tracer import Choices
@@ -28,6 +30,7 @@ from memlab.trace.tracer import Choices
 # (memory) and by `python -m tests.bench` (time). For GPUs: assumptions until tests/gpu has measured them
 _CPU_MEMORY = (0.01, 0.01)
 _GPU_MEMORY = (0.05, 0.05)
+_OTHER_MEMORY = (0.2, 0.2)  # an assumption of other backends, which choose kernels of their own
 _TIME = (0.5, 1.0)
 # words of a name that make it another GPU: an RTX 4090 Laptop GPU is no RTX 4090
 _KINDS = frozenset({"ti", "super", "laptop", "max", "mobile", "d"})
@@ -47,6 +50,7 @@ class Target:
     workspaces: tuple[int, ...]  # sizes in bytes of what libraries allocate once and keep
     memory_shares: tuple[float, float]  # how far below and above the prediction a peak may lie
     rates_in_tf32: Rates | None = None  # how fast it works where products of fp32 may be rounded; None on a CPU
+    notes: tuple[str, ...] = ()  # in words: what is assumed of it
 
     def rates_under(self, plan: Plan) -> Rates:
         """Return its rates under a plan; one that says nothing of tf32 leaves it as this process has it."""
@@ -71,7 +75,7 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
 
     Raises:
         MemlabError: no such GPU in the catalogue.
-        WorkloadError: the model is on neither a CPU nor a CUDA device.
+        WorkloadError: the model is on neither a CPU nor an accelerator.
 
     Known limitations:
         Of a GPU of this machine that the catalogue lacks memory is predicted, and no time.
@@ -80,10 +84,9 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
         return _gpu_target(device)
     if device is not None and device.strip().casefold() != "cpu":
         return _gpu_target(gpu(device))
-    if device is None and workload.device.type == "cuda":
-        return _gpu_target(_own_gpu(workload.device), Settings.from_environment(os.environ))
     if device is None and workload.device.type != "cpu":
         device_for(workload.device)  # says what is allowed
+        return _gpu_target(_own_gpu(workload.device), Settings.from_environment(os.environ))
     return Target("CPU ledger", host_rates(), torch.device("cpu"), None, Choices(), None, (), _CPU_MEMORY)
 
 
@@ -93,40 +96,53 @@ def _choices_of(model: Gpu) -> Choices:
     from memlab.trace.hidden_memory import Temporaries
 
     entered: Callable[[], AbstractContextManager[Any]] = partial(cuda_choices, model)
-    return Choices(entered, partial(Temporaries.of, gpu=model))
+    return Choices(entered, partial(Temporaries.of, gpu=model)) if model.is_of_nvidia else Choices(entered)
 
 
 def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
+    device, is_known = torch.device(model.device_type), model.is_of_nvidia
+    has_model = accelerator.allocates_like_cuda(device)
     return Target(
         name=model.name,
         rates=rates_of(model),
         rates_in_tf32=rates_of(model, allow_tf32=True),
-        device=torch.device("cuda"),
-        compute_capability=model.compute_capability,
+        device=device,
+        compute_capability=model.compute_capability if is_known else None,
         choices=_choices_of(model),
-        settings=settings or Settings(),
-        workspaces=workspaces(model.compute_capability),
-        memory_shares=_GPU_MEMORY,
+        settings=(settings or Settings()) if has_model else None,
+        workspaces=workspaces(model.compute_capability) if is_known else (),
+        memory_shares=_GPU_MEMORY if is_known else _OTHER_MEMORY,
+        notes=() if is_known else tuple(_assumed(model, has_model=has_model)),
     )
+
+
+def _assumed(model: Gpu, *, has_model: bool) -> Iterator[str]:
+    if not has_model:
+        yield f"allocated bytes only: memlab has no model of the allocator of {model.name}, which reserves more"
+    yield f"operators as CUDA takes them, attention as its formula: not measured on {model.name}"
 
 
 def _own_gpu(device: torch.device) -> Gpu:
     """The catalogue's entry of a GPU of this machine; for another GPU one whose rates are not known, as memory needs none."""
-    properties = torch.cuda.get_device_properties(device)
-    words = set(properties.name.casefold().replace("-", " ").split())
+    name, total_bytes = accelerator.device_name(device), accelerator.total_bytes(device)
+    words = set(re.findall(r"[a-z0-9]+", name.casefold()))
 
     def distance(listed: Gpu) -> tuple[bool, int]:
         is_other_form = ("pcie" in words) != listed.name.endswith("PCIe")
-        return is_other_form, abs(listed.memory_bytes - properties.total_memory)
+        return is_other_form, abs(listed.memory_bytes - total_bytes)
 
     fitting = [
-        listed for listed in gpus() if (model := _model(listed.name.casefold())) <= words and words & _KINDS <= model
+        listed
+        for listed in gpus()
+        if listed.device_type == device.type
+        and (model := _model(listed.name.casefold())) <= words
+        and words & _KINDS <= model
     ]
     if fitting:
         return min(fitting, key=distance)
-    capability = (properties.major, properties.minor)
-    count = properties.multi_processor_count
-    return Gpu(properties.name, properties.total_memory, math.nan, None, None, None, None, capability, "", count)
+    capability = accelerator.compute_capability(device)
+    count = 0 if capability is None else torch.cuda.get_device_properties(device).multi_processor_count
+    return Gpu(name, total_bytes, math.nan, None, None, None, None, capability or NOT_NVIDIA, "", count, device.type)
 
 
 def _model(name: str) -> set[str]:

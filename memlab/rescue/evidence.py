@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from memlab.runtime.cuda_room import most_bytes
+from memlab.runtime import accelerator
 
 _MARGIN = 1.25  # of the highest peak: fragments of the allocator, and steps that differ a little
 
@@ -48,9 +48,9 @@ class Evidence:
         peak_bytes: Callable[[], int] | None = None,  # the highest peak of the step that ends
     ) -> None:
         self._always = capacity_bytes is not None
-        self._is_gpu = device.type != "cpu"
-        self._limit_bytes = limit_bytes or (lambda: most_bytes(device))
-        self._peak_bytes = peak_bytes or (lambda: int(torch.cuda.max_memory_allocated(device)))
+        self._is_gpu = accelerator.is_accelerator(device)
+        self._limit_bytes = limit_bytes or (lambda: accelerator.most_bytes(device))
+        self._peak_bytes = peak_bytes or (lambda: accelerator.peak_bytes(device))
         self._highest_bytes = 0
         self._most_elements = -1  # of a batch whose step has ended
         self._elements = -1  # of the step under way

@@ -18,6 +18,7 @@ from memlab.rescue.fallback import Fallback, Place, next_plans
 from memlab.rescue.machine import held_by_others, room_elsewhere
 from memlab.rescue.nothing_fits import Attempt, nothing_fits
 from memlab.rescue.update import BrokenUpdateError
+from memlab.runtime.accelerator import compute_capability
 from memlab.runtime.fingerprints import CHANGED
 from memlab.runtime.mechanisms import SeenInCalls, brought
 from memlab.runtime.out_of_memory import collect, is_out_of_memory, release, requested_bytes
@@ -371,5 +372,4 @@ class Recovery:
 
 def half_of(device: torch.device) -> Precision:
     """Return the 16-bit format that a device computes in."""
-    is_gpu = device.type == "cuda" and torch.cuda.is_available()
-    return half_format(torch.cuda.get_device_capability(device) if is_gpu else None)
+    return half_format(compute_capability(device))

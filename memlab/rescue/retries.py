@@ -30,7 +30,7 @@ from memlab.allocator.settings import VARIABLES
 from memlab.plan import Plan
 from memlab.plan.savings import more_micro_batches
 from memlab.rescue.machine import is_shared_with_windows
-from memlab.runtime.cuda_room import allowed_share
+from memlab.runtime import accelerator
 from memlab.runtime.observer import Observer
 from memlab.techniques.base import process_count
 from memlab.units import MIB, exact_size, format_bytes
@@ -168,7 +168,7 @@ class RetryWatch(Observer):
         self._expand = expand
         # of the GPU, beyond which Windows gives memory of the host
         self._most_bytes = _nearly_all(device) if is_shared_with_windows() else None
-        self._read = read or partial(_cuda_counters, device)
+        self._read = read or partial(_counters, device)
         self._settings = settings
         self._plan = Plan()
         self._said: set[Plan] = set()
@@ -230,7 +230,7 @@ def _nearly_all(device: torch.device | None) -> float | None:
     if not torch.cuda.is_available():
         return None
     own = torch.device("cuda", torch.cuda.current_device()) if device is None or device.index is None else device
-    if allowed_share(own) < _NEARLY_ALL:  # it runs out of memory before
+    if accelerator.allowed_share(own) < _NEARLY_ALL:  # it runs out of memory before
         return None
     return _NEARLY_ALL * torch.cuda.get_device_properties(own).total_memory
 
@@ -244,10 +244,9 @@ def _spills_to_windows(reserved_bytes: int, most_bytes: float) -> str:
     )
 
 
-def _cuda_counters(device: torch.device | None) -> Mapping[str, int]:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
+def _counters(device: torch.device | None) -> Mapping[str, int]:
+    counted = accelerator.counters(device) if accelerator.is_in_use() else None
+    if counted is None:
         return {}
-    # not `memory_stats`: it flattens hundreds of counters on every call
-    counters = torch.cuda.memory_stats_as_nested_dict(device)
-    peaks = {f"{name}.all.peak": counters[name]["all"]["peak"] for name in _PEAKS if name in counters}
-    return {_COUNTER: counters.get(_COUNTER, 0), **peaks}
+    peaks = (counted.allocated_peak or 0, counted.reserved_peak or 0)
+    return {_COUNTER: counted.retries, **{f"{name}.all.peak": peak for name, peak in zip(_PEAKS, peaks, strict=True)}}

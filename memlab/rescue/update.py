@@ -30,9 +30,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
 from memlab.errors import MemlabError
-from memlab.runtime import optimizer_step
+from memlab.runtime import accelerator, optimizer_step
 from memlab.runtime.buckets import with_gradient
-from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.dispatch import WatchingMode, defers
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.mechanisms import Updating, brought
@@ -126,9 +125,11 @@ def free_bytes(device: torch.device, enough_bytes: int) -> float | None:
         >>> free_bytes(torch.device("cpu"), 1024)
         inf
     """
-    if device.type == "cpu":
-        return _free_under_limits()
-    return _free_on_cuda(device, enough_bytes) if device.type == "cuda" else None
+    limit = _free_under_limits()
+    if device.type == "cpu" or limit < float("inf"):
+        return limit
+    counted = accelerator.counters(device) if accelerator.is_accelerator(device) else None
+    return None if counted is None else _free_of(device, counted, enough_bytes)
 
 
 def _free_under_limits() -> float:
@@ -137,20 +138,13 @@ def _free_under_limits() -> float:
     return min(limits, default=float("inf"))
 
 
-def _free_on_cuda(device: torch.device, enough_bytes: int) -> int:
+def _free_of(device: torch.device, counted: accelerator.Counters, enough_bytes: int) -> int:
     """Whole segments that the allocator has cached, and what the driver would still give."""
-    # not `memory_stats`: it flattens hundreds of counters on every call
-    counters = torch.cuda.memory_stats_as_nested_dict(device)
-    reserved, active, split = (
-        counters.get(name, {}).get("all", {}).get("current", 0)
-        for name in ("reserved_bytes", "active_bytes", "inactive_split_bytes")
-    )
     # pieces between tensors cannot be joined to larger ones, so they do not count
-    cached: int = max(0, reserved - active - split)
+    cached = max(0, counted.reserved - counted.active - counted.inactive_split)
     if cached >= enough_bytes:
         return cached
-    beyond: int = most_bytes(device) - reserved
-    return cached + max(0, beyond)
+    return cached + max(0, accelerator.most_bytes(device) - counted.reserved)
 
 
 def _size_bytes(parameter: Parameter) -> int:

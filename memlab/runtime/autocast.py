@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memlab.runtime import accelerator
 from memlab.runtime.dispatch import HALF
 from memlab.runtime.graphs import repeatable_hooks
 from memlab.runtime.interrupts import deferred_interrupts
@@ -21,7 +22,8 @@ def as_fp32(leaf: Any) -> Any:
 
 def device_types() -> tuple[str, ...]:
     """Device types whose autocast state a training thread may hold."""
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    found = accelerator.device_type()
+    return ("cpu",) if found is None else ("cpu", found)
 
 
 @contextmanager

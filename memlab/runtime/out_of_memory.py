@@ -28,6 +28,7 @@ from typing import TypeVar
 
 import torch
 
+from memlab.runtime import accelerator
 from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.units import GIB, KIB, MIB
 
@@ -156,8 +157,7 @@ def collect() -> None:
     """Free what only cycles keep, and give the allocator's cache back."""
     free_dropped_graphs()
     gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # unannotated in torch
-        torch.cuda.empty_cache()
+    accelerator.empty_cache()
 
 
 def with_room(work: Callable[[], _T]) -> _T:

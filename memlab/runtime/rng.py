@@ -1,6 +1,6 @@
 """States of all generators of random numbers that a model's forward may draw from.
 
-Those of torch (of the CPU and of every GPU: a model may lie on several), of Python's `random` and of NumPy, and generators that modules,
+Those of torch (of the CPU and of every accelerator: a model may lie on several), of Python's `random` and of NumPy, and generators that modules,
 hooks or arguments refer to.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
+
+from memlab.runtime import accelerator
 
 
 def drawn_on(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.device:
@@ -44,7 +46,7 @@ _thread = _Thread()
 
 @contextmanager
 def of_cpu_alone() -> Iterator[None]:
-    """Context for tensors without values, which draw from no GPU: another thread may train there."""
+    """Context for tensors without values, which draw from no accelerator: another thread may train there."""
     before, _thread.cpu_alone = _thread.cpu_alone, True
     try:
         yield
@@ -53,22 +55,20 @@ def of_cpu_alone() -> Iterator[None]:
 
 
 class RandomState:
-    """State of torch's generators: that of the CPU, and those of the GPUs where any is in use."""
+    """State of torch's generators: that of the CPU, and those of the accelerators where any is in use."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        is_on_gpu = torch.cuda.is_initialized() and not _thread.cpu_alone  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if is_on_gpu else []
+        self._accelerators = () if _thread.cpu_alone else accelerator.random_states()
 
     def equals(self, other: RandomState) -> bool:
         """Return whether no random number was drawn between this state and another."""
-        same_cuda = all(map(torch.equal, self._cuda, other._cuda))
-        return torch.equal(self._cpu, other._cpu) and same_cuda
+        same_there = all(map(torch.equal, self._accelerators, other._accelerators))
+        return torch.equal(self._cpu, other._cpu) and same_there
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        accelerator.set_random_states(self._accelerators)
 
 
 class Randomness:

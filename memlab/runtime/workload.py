@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memlab.errors import WorkloadError
+from memlab.runtime.accelerator import is_accelerator
 from memlab.runtime.namespace import model_and_optimizers, trainer_model
 from memlab.runtime.ownership import steps_some_of, unwrap_model, unwrap_optimizer
 
@@ -111,7 +112,7 @@ class Workload:
         # one may be frozen for a part of each step, as the judges of a CycleGAN are
         parameters = list(self.model.parameters())
         trained = [p for p in parameters if p.requires_grad] or parameters
-        return next((p for p in trained if p.is_cuda), trained[0]).device
+        return next((p for p in trained if is_accelerator(p.device)), trained[0]).device
 
     def describe(self) -> str:
         """Model, size, optimizer and device in one line."""

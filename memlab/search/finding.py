@@ -34,6 +34,7 @@ from memlab.plan.space import half_format, plan_space
 from memlab.predicting import predict_all, predicting
 from memlab.records import Measurement, Prediction
 from memlab.records.comparison import FoundPlan
+from memlab.runtime.accelerator import compute_capability, is_accelerator
 from memlab.runtime.out_of_memory import collect
 from memlab.runtime.workload import describe_all
 from memlab.search.deciding import Search
@@ -164,12 +165,14 @@ def considered(
 
 
 def compute_capability_of(own: torch.device, named: str | Gpu | None) -> tuple[int, int] | None:
-    """Return the compute capability of the GPU named, or of the device a model is on; None for a CPU."""
-    if isinstance(named, Gpu):
-        return named.compute_capability
-    if named is not None and named.strip().casefold() != "cpu":
-        return gpu(named).compute_capability
-    return torch.cuda.get_device_capability(own) if named is None and own.type == "cuda" else None
+    """Return the compute capability of the GPU named, or of the device a model is on; None for a CPU and where it is not NVIDIA's."""
+    if isinstance(named, str):
+        if named.strip().casefold() == "cpu":
+            return None
+        named = gpu(named)
+    if named is None:
+        return compute_capability(own)
+    return named.compute_capability if named.is_of_nvidia else None
 
 
 # a measurement whose steps differ by more than this (half range over median) is taken once more
@@ -196,7 +199,7 @@ def run_trial(
     workload: Workloads, plan: Plan, steps: int, device: Device, budget_bytes: float = math.inf
 ) -> Measurement:
     """The measurement of a plan; the row that says so when it does not fit."""
-    if each_of(workload)[0].device.type == "cuda":
+    if is_accelerator(each_of(workload)[0].device):
         collect()  # what an earlier trial left reserved would count towards this one's peak
     measured = measured_row(workload, plan, 1 if device.observes_every_step else steps, device)
     if not measured.fits:

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
-from memlab.runtime import state_entries, state_layers
+from memlab.runtime import accelerator, state_entries, state_layers
 from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
@@ -117,8 +117,8 @@ class InForce:
             self.techniques = [technique for technique in self.techniques if technique not in done]
             self._follow(lasting)
             if is_on_gpu and self.techniques != before:
-                torch.cuda.empty_cache()
-                torch._C._host_emptyCache()  # pinned memory, which nobody else on the machine can have meanwhile
+                accelerator.empty_cache()
+                accelerator.empty_host_cache()  # pinned memory, which nobody else on the machine can have meanwhile
 
     def _follow(self, plan: Plan) -> None:
         """Have the plan in force, and techniques that stay know of it: what they do beside others may depend on these."""
@@ -339,7 +339,7 @@ def _close(entries: Iterable[_Entry]) -> None:
 
 def _is_on_gpu(parameter: torch.Tensor) -> bool:
     # a twin of a prediction stands for a GPU, and has nothing there
-    return home_of(parameter).type == "cuda" and not isinstance(parameter, FakeTensor)
+    return accelerator.is_accelerator(home_of(parameter)) and not isinstance(parameter, FakeTensor)
 
 
 def _nothing() -> None:

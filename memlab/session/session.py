@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, SessionError, WorkloadError
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
-from memlab.runtime.cuda_room import most_bytes
+from memlab.runtime import accelerator
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
@@ -95,8 +95,8 @@ class Session:
         self.usage = Usage(workload, self.in_force, self.log)
         device = workload.device
         self.growth = (
-            Growth(partial(torch.cuda.memory_allocated, device), partial(most_bytes, device))
-            if device.type == "cuda"
+            Growth(partial(accelerator.allocated_bytes, device), partial(accelerator.most_bytes, device))
+            if accelerator.is_accelerator(device)
             else None
         )
         self._calls = ModelCalls(self)

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from memlab.errors import TraceError, WorkloadError
+from memlab.runtime.autocast import device_types
 from memlab.runtime.batch import Batch
 from memlab.runtime.callers import handed_over
 from memlab.runtime.graphs import gradient_of
@@ -585,7 +586,7 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mode() -> tuple[bool, str, torch.dtype | None]:
-    for device_type in ("cuda", "cpu"):
+    for device_type in reversed(device_types()):
         if torch.is_autocast_enabled(device_type):
             return torch.is_grad_enabled(), device_type, torch.get_autocast_dtype(device_type)
     return torch.is_grad_enabled(), "", None

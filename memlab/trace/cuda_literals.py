@@ -1,4 +1,4 @@
-"""device="cuda", .cuda() and torch.autocast("cuda") in the user's code, served by the twin's CPU tensors.
+"""device="cuda", .cuda() and torch.autocast("cuda") in the user's code, served by the twin's CPU tensors; likewise of other accelerators.
 
 Reads of `.device` and `.is_cuda` keep saying "cpu": code that asks acts consistently.
 
@@ -22,11 +22,16 @@ from memlab.trace.cuda_thread import current_gpu, exchange
 _CPU = torch.device("cpu")
 
 
+def _is_traced(device_type: str) -> bool:
+    gpu = current_gpu()
+    return gpu is not None and device_type in ("cuda", gpu.device_type)
+
+
 def _names_cuda(device: Any) -> bool:
     if isinstance(device, str):
-        return device.partition(":")[0] == "cuda"
+        return _is_traced(device.partition(":")[0])
     if isinstance(device, torch.device):
-        return device.type == "cuda"
+        return _is_traced(device.type)
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -119,7 +124,7 @@ def _on_cpu(original: Callable[..., None]) -> Callable[..., None]:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if device_type == "cuda" and current_gpu() is not None:
+        if _is_traced(device_type):
             device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default, the CPU's is bf16
         original(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
@@ -128,7 +133,7 @@ def _on_cpu(original: Callable[..., None]) -> Callable[..., None]:
 
 def _answered_by_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def ask(*device_type: str) -> Any:
-        if current_gpu() is not None and device_type in ((), ("cuda",)):
+        if current_gpu() is not None and all(map(_is_traced, device_type)):
             device_type = ("cpu",)
         return original(*device_type)
 

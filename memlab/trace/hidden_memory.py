@@ -1,7 +1,7 @@
 """Bytes on a CUDA device that no dispatch mode sees, by formulas from torch's sources.
 
 They are temporaries that one operator takes from the caching allocator and gives back before it returns. Where a size is
-not certain, nothing is counted. Workspaces that libraries take once and keep: `memlab.runtime.cuda_room.workspaces`.
+not certain, nothing is counted. Workspaces that libraries take once and keep: `memlab.runtime.cublas.workspaces`.
 
 Sources (pytorch; the formulas are those of 2.13 unless a version is named):
 - flash: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp `mha_bwd`, `set_params_splitkv`, `num_splits_heuristic`;

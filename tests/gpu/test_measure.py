@@ -15,7 +15,7 @@ from memlab.predicting.plan_predictor import PlanPredictor
 from memlab.predicting.segments import by_name
 from memlab.records import Category
 from memlab.runtime.batch import Batch
-from memlab.runtime.cuda_room import workspaces
+from memlab.runtime.cublas import workspaces
 from memlab.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -53,7 +53,10 @@ def test_a_model_without_memory_has_no_target(workload: Workload) -> None:
     workload.model.to("meta")
     with pytest.raises(WorkloadError) as caught:
         target_for(workload, None)
-    assert str(caught.value) == ("device meta: memory is measured on cpu and cuda; move the model to one of them")
+    assert str(caught.value) == (
+        "device meta: memory is measured on the CPU and on accelerators that torch has a module for (torch.cuda, torch.xpu, "
+        "torch.mps); move the model to one of them"
+    )
 
 
 def test_a_prediction_for_the_cpu_of_a_model_on_a_gpu(workload: Workload) -> None:

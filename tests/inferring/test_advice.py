@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memlab.inferring.inference import inference
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.records.inference import advice_from
 from memlab.units import KIB, MIB
 from tests.inferring.small_models import PROMPT, generate, gpt2, plain
@@ -34,7 +34,7 @@ def test_advice_from_one_size_is_on_the_safe_side_and_from_two_exact() -> None:
 
 def test_a_device_has_a_size_to_fit_into() -> None:
     model = plain()
-    with inference(model, device=CpuDevice(64 * KIB)) as run:
+    with inference(model, device=Device(64 * KIB)) as run:
         model(torch.randn(4, 16))
         assert run.capacity_bytes == 64 * KIB
 

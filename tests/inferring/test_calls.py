@@ -7,7 +7,7 @@ import torch
 
 from memlab.inferring import cache
 from memlab.inferring.inference import inference
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.records import Category
 from memlab.units import KIB
 from tests.inferring.small_models import PROMPT, VOCABULARY, generate, gpt2, llama, mistral, plain, t5
@@ -147,7 +147,7 @@ def test_a_generation_that_outgrows_what_was_observed_is_observed_from_there() -
 
 def test_a_device_with_a_capacity_observes_every_call_and_runs_out() -> None:
     model = plain()
-    with inference(model, device=CpuDevice(64 * KIB)) as run:
+    with inference(model, device=Device(64 * KIB)) as run:
         model(torch.randn(4, 16))
         model(torch.randn(4, 16))
         with pytest.raises(torch.OutOfMemoryError):
@@ -159,7 +159,7 @@ def test_a_device_with_a_capacity_observes_every_call_and_runs_out() -> None:
 
 def test_peak_and_breakdown_of_a_forward_are_what_a_ledger_sees() -> None:
     model, inputs = plain().eval(), torch.randn(6, 16)
-    ledger = CpuDevice().ledger()
+    ledger = Device().ledger()
     ledger.begin([(Category.PARAMETERS, p) for p in model.parameters()] + [(Category.ACTIVATIONS, inputs)])
     with ledger, torch.no_grad():
         model(inputs)
@@ -182,7 +182,7 @@ def test_sampling_between_passes_is_within_the_peak_of_generate() -> None:
     assert run.record.peak_allocated_bytes > parameters + run.record.cache.size_bytes
 
 
-class Counting(CpuDevice):
+class Counting(Device):
     """Counts by itself, as CUDA's allocator does: two readings of a counter for each call of a plain model."""
 
     def __init__(self, readings: list[tuple[int, int]]) -> None:
@@ -229,7 +229,7 @@ def test_a_call_that_raises_is_forgotten_and_the_next_one_measured() -> None:
 
 def test_a_kept_output_counts_as_what_was_there_before() -> None:
     model = plain()
-    with inference(model, device=CpuDevice(10**9)) as run:
+    with inference(model, device=Device(10**9)) as run:
         kept = [model(torch.randn(8, 16)) for _ in range(3)]
     first, second, third = (call.fixed_bytes for call in run.record.calls)
     assert third - second == second - first == kept[0].nbytes

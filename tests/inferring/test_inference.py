@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import memlab
 from memlab.errors import PlanError, RefusalError, SessionError, WorkloadError
 from memlab.inferring.inference import explained, inference, inference_of, precision_of
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.plan import Plan
 from memlab.session.snapshot import Snapshot
 from tests.helpers.fingerprint import differing, fingerprint
@@ -157,7 +157,7 @@ def test_what_the_graph_would_have_kept_is_predicted_exactly() -> None:
     model = gpt2().eval()
 
     def live_bytes(*, with_graph: bool) -> int:
-        ledger = CpuDevice().ledger()
+        ledger = Device().ledger()
         ledger.begin([])
         with ledger, torch.set_grad_enabled(with_graph):
             output = model(PROMPT)

@@ -358,7 +358,11 @@ def test_a_gpu_is_asked_before_and_after(prepared: Cell, monkeypatch: pytest.Mon
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: (2 if emptied else 8) * 2**29)
+
+    def counters(_device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+        return {"allocated_bytes": {"all": {"current": (2 if emptied else 8) * 2**29}}}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counters)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     # what is counted here is what the counters say, in the order in which they are read
     freed = freeing.free([ValueError()])

@@ -198,7 +198,7 @@ def test_record_and_replay(shell: Any, made: Cell, tmp_path: Path) -> None:
         (
             "undoo",
             "%memfit undoo: unknown; did you mean %memfit undo?; allowed are panel, predict, find, ablation, report, compare, worst, switch, wait, cancel, undo, "
-            "export, device, snapshot, record, replay, help, or the flags of a plan",
+            "export, device, snapshot, record, replay, bug, help, or the flags of a plan",
         ),
         ("undo everything", "%memfit undo everything: unknown; see %memfit help"),
         ("switch", "%memfit switch needs the flags of a plan, as in %memfit switch --accumulate 4"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memlab.errors import WorkloadError
-from memlab.measuring.device import CpuDevice, CudaDevice, device_for
+from memlab.measuring.device import CountedDevice, Device, device_for
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Category, Phase, TimelinePoint
@@ -57,6 +57,7 @@ def gpu(monkeypatch):
         return {name: {"all": {"current": state.current, "peak": peak}} for name, peak in peaks.items()}
 
     replacements = {
+        "is_available": lambda: True,
         "current_device": lambda: 1,
         "current_stream": lambda device: None,
         "get_device_name": lambda device: "NVIDIA Test",
@@ -76,7 +77,7 @@ def gpu(monkeypatch):
 
 def test_a_capacity_is_a_share_of_the_device_and_is_given_back(gpu):
     gpu.fraction = 0.9
-    device = CudaDevice(torch.device("cuda"), 16 * GIB)
+    device = CountedDevice(torch.device("cuda"), 16 * GIB)
     assert device.device == torch.device("cuda", 1)
     assert device.name == "NVIDIA Test (capacity 16.00 GiB)"
     assert gpu.fraction == pytest.approx(0.2)
@@ -88,14 +89,14 @@ def test_a_capacity_is_a_share_of_the_device_and_is_given_back(gpu):
 
 
 def test_a_capacity_beyond_the_device_is_the_whole_device(gpu):
-    device = CudaDevice(torch.device("cuda", 0), 100 * GIB)
+    device = CountedDevice(torch.device("cuda", 0), 100 * GIB)
     assert gpu.fraction == 1.0
     device.close()
 
 
 def test_without_a_capacity_the_limit_is_left_alone(gpu):
     gpu.fraction = 0.7
-    CudaDevice(torch.device("cuda", 0)).close()
+    CountedDevice(torch.device("cuda", 0)).close()
     assert gpu.fraction == 0.7
 
 
@@ -108,7 +109,7 @@ def test_peaks_come_from_the_allocator(gpu):
 
 
 def test_the_breakdown_adds_what_the_ledger_cannot_see(gpu):
-    device = CudaDevice(torch.device("cuda", 0))
+    device = CountedDevice(torch.device("cuda", 0))
     timeline = [TimelinePoint(0.0, Phase.STEP, {Category.PARAMETERS: GIB, Category.GRADIENTS: GIB})]
     assert device.breakdown(timeline, 3 * GIB, 4 * GIB) == {
         Category.PARAMETERS: GIB,
@@ -119,7 +120,7 @@ def test_the_breakdown_adds_what_the_ledger_cannot_see(gpu):
 
 
 def test_what_lived_before_and_is_no_part_of_the_loop_is_no_workspace(gpu):
-    device = CudaDevice(torch.device("cuda", 0))
+    device = CountedDevice(torch.device("cuda", 0))
     workspaces_bytes = 2 * 8_519_680
     gpu.current = GIB + workspaces_bytes + MIB
     assert device.elsewhere_bytes(GIB) == 0  # what rounding may add
@@ -130,15 +131,15 @@ def test_what_lived_before_and_is_no_part_of_the_loop_is_no_workspace(gpu):
     assert parts == {Category.PARAMETERS: GIB, Category.ELSEWHERE: GIB // 2, Category.WORKSPACES: 3 * GIB // 2}
     gpu.counters = False
     assert device.elsewhere_bytes(0) == 0
-    assert CpuDevice().elsewhere_bytes(0) == 0
+    assert Device().elsewhere_bytes(0) == 0
 
 
 def test_a_gpu_is_named_with_its_size(gpu):
-    assert CudaDevice(torch.device("cuda", 0)).name == "NVIDIA Test (80.00 GiB)"
+    assert CountedDevice(torch.device("cuda", 0)).name == "NVIDIA Test (80.00 GiB)"
 
 
 def test_the_ledger_of_a_gpu_leaves_cpu_tensors_out_and_enforces_nothing(gpu):
-    ledger = CudaDevice(torch.device("cuda", 0), GIB).ledger()
+    ledger = CountedDevice(torch.device("cuda", 0), GIB).ledger()
     assert ledger.capacity_bytes is None
     with ledger:
         _kept = torch.zeros(10)
@@ -179,14 +180,14 @@ def test_a_loop_is_timed_by_events_and_never_waits_until_it_is_measured(gpu):
 
 
 def test_the_cpu_says_what_it_is():
-    assert CpuDevice().name == "CPU ledger"
-    assert CpuDevice(2**32).name == "CPU ledger (capacity 4.00 GiB)"
-    assert CpuDevice(2**32).ledger().capacity_bytes == 2**32
-    assert CpuDevice().peaks(5) == (5, None)
-    assert CpuDevice().driver_bytes() is None
+    assert Device().name == "CPU ledger"
+    assert Device(2**32).name == "CPU ledger (capacity 4.00 GiB)"
+    assert Device(2**32).ledger().capacity_bytes == 2**32
+    assert Device().peaks(5) == (5, None)
+    assert Device().driver_bytes() is None
 
 
 def test_devices_by_kind():
-    assert isinstance(device_for(torch.device("cpu")), CpuDevice)
-    with pytest.raises(WorkloadError, match="device meta: memory is measured on cpu and cuda"):
+    assert isinstance(device_for(torch.device("cpu")), Device)
+    with pytest.raises(WorkloadError, match="device meta: memory is measured on the CPU and on accelerators"):
         device_for(torch.device("meta"))

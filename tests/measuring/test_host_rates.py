@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memlab.hardware.roofline import Bill, Kind, Rates, Work
 from memlab.measuring import host_rates as module
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.measuring.host_rates import host_rates
 
 
@@ -109,7 +109,7 @@ def test_another_default_dtype_is_not_asked() -> None:
 
 def test_a_ledger_does_not_see_it() -> None:
     # a capacity of one MiB would refuse the first of the large tensors
-    device = CpuDevice(2**20)
+    device = Device(2**20)
     ledger = device.ledger()
     ledger.begin([])
     with ledger:

@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.measuring.ledger import Ledger
 from memlab.measuring.observation import BACKWARD, MOMENT_OF_PHASE, PHASES, Observation
 from memlab.plan import Tier
@@ -103,7 +103,7 @@ def test_peak_and_timeline_agree_to_the_byte():
     ledger = Ledger()
     observation = observed_step(ledger, model, optimizer, torch.randn(4, 64))
     assert max(point.total_bytes for point in observation.timeline()) == observation.peak_bytes
-    assert sum(CpuDevice().breakdown(observation.timeline(), None, None).values()) == observation.peak_bytes
+    assert sum(Device().breakdown(observation.timeline(), None, None).values()) == observation.peak_bytes
     lived = sum(observation.baseline_bytes.values()) + sum(size_bytes for _, size_bytes, _, _ in observation.raw)
     gc.collect()
     assert lived >= ledger.live_bytes

@@ -43,10 +43,12 @@ def test_the_cpu_is_counted_by_the_ledger(workload: Workload, device: str | None
 def test_every_gpu_of_the_catalogue_can_be_named(workload: Workload, name: str) -> None:
     target = target_for(workload, name.lower())
     assert target.name == name
-    assert target.device.type == "cuda"
-    assert target.settings is not None
-    assert sum(target.workspaces) > 0
-    assert target.compute_capability == gpu(name).compute_capability
+    listed = gpu(name)
+    assert target.device.type == listed.device_type
+    assert (target.settings is not None) == (listed.device_type != "mps")
+    assert (sum(target.workspaces) > 0) == listed.is_of_nvidia
+    assert target.compute_capability == (listed.compute_capability if listed.is_of_nvidia else None)
+    assert bool(target.notes) != listed.is_of_nvidia
     assert target_for(workload, gpu(name)).name == name
 
 
@@ -81,6 +83,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], Any]:
 
     def made(name: str, memory_bytes: int) -> Any:
         properties = SimpleNamespace(name=name, total_memory=memory_bytes, major=8, minor=6, multi_processor_count=64)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         return SimpleNamespace(device=torch.device("cuda", 0))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.plan import Plan
 from memlab.records import Prediction
 from memlab.rescue.fallback import Place
@@ -189,7 +189,7 @@ def test_a_prediction_that_says_less_than_the_error(prediction: Prediction) -> N
 
 
 def test_an_error_of_the_ledger_is_read() -> None:
-    with pytest.raises(torch.OutOfMemoryError) as raised, CpuDevice(4 * 2**20).ledger():
+    with pytest.raises(torch.OutOfMemoryError) as raised, Device(4 * 2**20).ledger():
         held = torch.empty(3 * 2**20, dtype=torch.uint8)
         torch.empty(2 * 2**20, dtype=torch.uint8)
     del held

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from memlab.errors import MemlabError
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.runtime.out_of_memory import is_out_of_memory, release, requested_bytes
 
 CUDA_TEXT = (
@@ -93,7 +93,7 @@ def caught(call: Callable[[], object]) -> BaseException:
 
 def test_out_of_memorys_that_really_happen() -> None:
     def of_the_ledger() -> None:
-        with CpuDevice(2**20).ledger():
+        with Device(2**20).ledger():
             torch.empty(2**21, dtype=torch.uint8)
 
     real = [caught(lambda: torch.empty(10**15)), caught(lambda: np.empty(10**15)), caught(of_the_ledger)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memlab import Workload, fit
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.measuring.steps import Meter
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime.observer import Observer
@@ -168,7 +168,7 @@ def test_a_class_with_a_call_of_its_own_is_not_let_alone() -> None:
 
 
 def _meter_of(model: nn.Module, optimizer: torch.optim.Optimizer, **size: int) -> Meter:
-    return Meter(model, [optimizer], CpuDevice(**size))
+    return Meter(model, [optimizer], Device(**size))
 
 
 def _watched_steps(loop: Loop, meter: Meter, steps: int) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from memlab import Workload, fit, measure, predict
 from memlab.errors import PlanError, RefusalError, SessionError
 from memlab.live.live_model import steps_of
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.rescue.rescuer import Rescuer
@@ -330,7 +330,7 @@ def test_the_peak_falls_by_nearly_all_gradients() -> None:
 @pytest.mark.parametrize("flags", ["--release-grads", "--checkpoint --release-grads"])
 def test_the_watched_step_needs_no_more_than_those_that_follow(name: str, flags: str) -> None:
     load = _small_batch_load(OPTIMIZERS[name])
-    device = CpuDevice()
+    device = Device()
     meter = Meter(load.model, load.optimizers, device)
     with fit(load, flags, [meter]):
         for _ in range(3):

@@ -15,7 +15,7 @@ from torch import nn
 
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.inferring.weights import HalfWeights
-from memlab.measuring.device import CpuDevice
+from memlab.measuring.device import Device
 from memlab.measuring.runs import training_step
 from memlab.plan import Precision
 from memlab.records import Category
@@ -440,7 +440,7 @@ def test_a_model_larger_than_the_device_trains() -> None:
     model = deep(layers=12, width=128)
     everything = sum(p.numel() * p.element_size() for p in model.parameters())
     load = workload(model, **batch(2))
-    device = CpuDevice(int(0.7 * everything))
+    device = Device(int(0.7 * everything))
     for flags in ("--checkpoint", "--checkpoint --offload optimizer,activations"):
         with pytest.raises(torch.OutOfMemoryError):
             measure(load, flags, steps=2, device=device)
@@ -454,7 +454,7 @@ def test_a_rescue_finds_it() -> None:
     fits = measure(load, "--checkpoint --offload params,optimizer,activations", steps=2).peak_allocated_bytes
     assert fits < 1.2 * everything
     session = fit(load, rescue=True)
-    with CpuDevice(int(1.5 * everything)).ledger() as ledger:
+    with Device(int(1.5 * everything)).ledger() as ledger:
         ledger.begin((Category.PARAMETERS, p) for p in model.parameters())
         for _ in range(2):
             training_step(load)

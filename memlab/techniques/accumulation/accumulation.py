@@ -49,6 +49,7 @@ from torch import nn
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import BatchNorm, Plan, Precision
+from memlab.runtime import accelerator
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.backward import around_backward_passes
 from memlab.runtime.graphs import is_within_checkpoint
@@ -339,8 +340,8 @@ class Accumulation(Technique, LoopChecks, SeenInCalls):
                 raise
             release(error)
             return asked.before
-        if next(self._model.parameters()).is_cuda:
-            torch.cuda.empty_cache()  # rows together reserve more than the steps that follow need
+        if accelerator.is_accelerator(next(self._model.parameters()).device):
+            accelerator.empty_cache()  # rows together reserve more than the steps that follow need
         if found is not None:
             probe = self._probes.pop(self._condition)
             self._conditions.leave_out([*found.left, *found.changing, *layout.lists_in(whole)])

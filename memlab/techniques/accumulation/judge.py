@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError, first_line
+from memlab.runtime import accelerator
 from memlab.runtime.autocast import CallContext
-from memlab.runtime.cuda_room import most_bytes
 from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import storage_of
@@ -255,8 +255,8 @@ def _some(whole: Call, layout: Layout, rows: int) -> Call:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return max(0, most_bytes(device) - torch.cuda.memory_allocated(device))
+    if accelerator.is_accelerator(device):
+        return max(0, accelerator.most_bytes(device) - accelerator.allocated_bytes(device))
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not on this system

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from memlab.runtime import accelerator
 from memlab.runtime.dispatch import WatchingMode
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.rng import drawn_on
@@ -221,8 +222,8 @@ def _state_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> by
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
     states = [generator.get_state() for generator in given] or [torch.get_rng_state()]
     device = drawn_on(args, kwargs)
-    if not given and device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    if not given and (there := accelerator.random_state(device)) is not None:
+        states.append(there)
     return b"".join(
         [f"{func}{device}{_numbers_in(args, kwargs)}".encode(), *(state.numpy().tobytes() for state in states)]
     )

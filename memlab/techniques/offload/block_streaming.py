@@ -33,6 +33,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
+from memlab.runtime.accelerator import has_streams
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_cached_casts
 from memlab.runtime.backward import is_in_backward
@@ -47,7 +48,7 @@ from memlab.runtime.stand_ins import keep_out_of_copies
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
 from memlab.techniques.offload.spill import PLAIN, Spill, is_dense
-from memlab.techniques.offload.transfers import CopyStreams, CudaCopyStreams, Ticket
+from memlab.techniques.offload.transfers import CopyStreams, SideStreams, Ticket
 
 _Slot = tuple[nn.Module, str]
 
@@ -66,8 +67,8 @@ class ParameterCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.overlaps = device.type == "cuda"  # whether copies run beside computations
-        self._streams = CudaCopyStreams(device) if self.overlaps else CopyStreams()
+        self.overlaps = has_streams(device)  # whether copies run beside computations
+        self._streams = SideStreams(device) if self.overlaps else CopyStreams()
         # by the storage it goes to, what says that a copy is done that was sent since all was settled
         self._sent: dict[int, Any] = {}
 

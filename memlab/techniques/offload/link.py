@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memlab.runtime import accelerator
 from memlab.runtime.host_memory import pinned
 
 _GIGA = 10**9
@@ -86,14 +87,14 @@ def _measured(device: torch.device) -> Link:
     there = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     here, other_here = (pinned(_COPIED_BYTES).zero_() for _ in range(2))
     other_there = torch.zeros_like(there)
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = accelerator.new_stream(device)
 
     def both_ways() -> None:
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        side.wait_stream(accelerator.current_stream(device))
+        with accelerator.in_stream(side):
             other_there.copy_(other_here, non_blocking=True)
         here.copy_(there, non_blocking=True)
-        torch.cuda.current_stream(device).wait_stream(side)
+        accelerator.current_stream(device).wait_stream(side)
 
     return Link(
         down=_rate(_COPIED_BYTES, lambda: here.copy_(there, non_blocking=True), device),
@@ -134,4 +135,4 @@ def _rate(amount: float, call: Callable[[], Any], device: torch.device | None = 
 
 def _wait_for(device: torch.device | None) -> None:
     if device is not None:
-        torch.cuda.synchronize(device)
+        accelerator.synchronize(device)

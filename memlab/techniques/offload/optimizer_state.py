@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.accelerator import has_streams, is_accelerator
 from memlab.runtime.homes import home_of
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.optimizer_step import foreign_stepper
@@ -99,7 +100,8 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         # a prediction says so of parameters without values on the CPU
-        self._is_for_gpu = "cuda" in (workload.device.type, home_of(next(workload.model.parameters())).type)
+        homes = (workload.device, home_of(next(workload.model.parameters())))
+        self._is_for_gpu = any(map(is_accelerator, homes))
 
     def attach_optimizer(self, optimizer: Optimizer, undo: ExitStack) -> None:
         undo.callback(self._forget, optimizer)
@@ -174,7 +176,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
         return (self._arriving.pop((parameter, name), None) or _fetched(parameter, kept)).wait()
 
     def _is_in_file(self, parameter: Parameter) -> bool:
-        return home_of(parameter).type != "cuda" and not self._is_for_gpu
+        return not is_accelerator(home_of(parameter)) and not self._is_for_gpu
 
     def _free(self, optimizer: Optimizer, parameter: Parameter) -> dict[str, _Kept]:
         """Return what may be written: within a step state is unpacked, but a plan change must not touch live state."""
@@ -234,7 +236,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
         """Update on the host where that is faster, and say why."""
         parameter = optimizer.param_groups[0]["params"][0]
         device = home_of(parameter)
-        if device.type != "cuda" or isinstance(parameter, FakeTensor) or self._tier(device) is not Tier.HOST:
+        if not has_streams(device) or isinstance(parameter, FakeTensor) or self._tier(device) is not Tier.HOST:
             return
         try:
             link = _link.measured(device)
@@ -269,8 +271,8 @@ def _moves(value: Any) -> bool:
 
 
 def _is_kept_already(parameter: Parameter, value: torch.Tensor) -> bool:
-    return (home_of(parameter).type == "cuda") != value.is_cuda or (
-        not value.is_cuda and is_spilled(value.untyped_storage())
+    return is_accelerator(home_of(parameter)) != is_accelerator(value.device) or (
+        not is_accelerator(value.device) and is_spilled(value.untyped_storage())
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
+from memlab.runtime.accelerator import is_accelerator, name_of, shares_host_memory
 from memlab.runtime.host_memory import pinned
 from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.runtime.state_layers import SMALL_ELEMENTS
@@ -50,20 +51,24 @@ def births_are_spilled() -> Iterator[None]:
 
 
 def resolve_tier(tier: Tier, device: torch.device, what: str) -> Tier:
-    """Pick the tier for a device: host memory beside a GPU, a file beside the CPU.
+    """Pick the tier for a device: host memory beside a GPU, a file beside the CPU and where a GPU shares its memory.
 
     Raises:
-        RefusalError: host memory was asked for on the CPU device, where it saves nothing.
+        RefusalError: host memory was asked for where it is the device's, and saves nothing.
     """
     if tier is Tier.AUTO:
-        return Tier.DISK if device.type == "cpu" else Tier.HOST
-    if tier is Tier.HOST and device.type == "cpu":
+        return Tier.DISK if shares_host_memory(device) else Tier.HOST
+    if tier is Tier.HOST and shares_host_memory(device):
         raise RefusalError(
             "offload",
-            f"{what} to host: the model is on the CPU, whose memory is the host's",
+            f"{what} to host: the model is on {_word(device)}, whose memory is the host's",
             f"use --offload {what}:disk (the default there)",
         )
     return tier
+
+
+def _word(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else name_of(device)
 
 
 class Offload(Technique):
@@ -139,11 +144,11 @@ class Spill:
         if isinstance(tensor, FakeTensor):
             with births_are_spilled():
                 spilled = tensor.new_empty_strided(shape, strides)
-        elif self.tier is Tier.DISK or (self.tier is Tier.AUTO and tensor.is_cpu):
+        elif self.tier is Tier.DISK or (self.tier is Tier.AUTO and shares_host_memory(tensor.device)):
             spilled = _shaped(self._files.take(size_bytes), tensor, strides)
-        elif self._pinned is not None and tensor.is_cuda:
+        elif self._pinned is not None and is_accelerator(tensor.device):
             spilled = _shaped(self._pinned.take(size_bytes), tensor, strides)
-        elif tensor.is_cuda:
+        elif is_accelerator(tensor.device):
             spilled = _shaped(pinned(size_bytes, self._say), tensor, strides)
         else:
             with births_are_spilled():  # a mask that a twin's model makes from nothing is no fake

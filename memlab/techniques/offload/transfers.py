@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Each direction has a CUDA stream of its own. Work on the device's current stream is *the computation* here; the host never
+1. Each direction has a stream of its own. Work on the device's current stream is *the computation* here; the host never
    waits in `send`, `fetch` and `wait`, only in `settle` and `arrived`.
 2. A copy starts when the computation has come to where it was asked for: what it reads is written by then, and what
    it writes nobody reads any more.
@@ -11,7 +11,7 @@ Rules:
    by `Tensor.record_stream`, but then memory comes back at times nobody can predict.)
 4. A region of a pool that is used again was last written by the stream out, which keeps its order, or read by the
    stream in, which `send(…, reused=True)` waits for.
-5. On the CPU, and for tensors without values, a copy is made there and then, and waiting is nothing.
+5. On the CPU, where a backend has no streams, and for tensors without values, a copy is made there and then, and waiting is nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.runtime import accelerator
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,7 +47,7 @@ class Ticket:
 
 
 class CopyStreams:
-    """Copies made at once; `CudaCopyStreams` makes them beside the computation.
+    """Copies made at once; `SideStreams` makes them beside the computation.
 
     Example:
         >>> streams = CopyStreams()
@@ -90,35 +92,35 @@ class CopyStreams:
         """Make the host wait for all copies."""
 
 
-class CudaCopyStreams(CopyStreams):
-    """Two streams of a GPU."""
+class SideStreams(CopyStreams):
+    """Two streams of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out, self._in = accelerator.new_stream(device), accelerator.new_stream(device)
 
     def send(self, target: torch.Tensor, source: torch.Tensor, *, reused: bool = False) -> Ticket:
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        self._out.wait_stream(accelerator.current_stream(self._device))
         if reused:
             self._out.wait_stream(self._in)
         return self._copied(self._out, target, source.detach())
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Ticket:
         # the target was allocated in the computation's order, so its memory may be in use there
-        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.wait_stream(accelerator.current_stream(self._device))
         if after is not None:
             self._in.wait_event(after)
         return self._copied(self._in, target, source)
 
     def release(self, ticket: Ticket) -> None:
-        if ticket.target.is_cuda:
+        if accelerator.is_accelerator(ticket.target.device):
             ticket.target.record_stream(self._in)
         else:
             ticket.source.record_stream(self._out)
 
     def wait(self, ticket: Ticket) -> None:
         if ticket.left is not None:
-            torch.cuda.current_stream(self._device).wait_event(ticket.left)
+            accelerator.current_stream(self._device).wait_event(ticket.left)
 
     def arrived(self, ticket: Ticket) -> None:
         if ticket.left is not None:
@@ -128,8 +130,8 @@ class CudaCopyStreams(CopyStreams):
         self._out.synchronize()
         self._in.synchronize()
 
-    def _copied(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        with torch.cuda.stream(stream), torch.no_grad():
+    def _copied(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        with accelerator.in_stream(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
             return Ticket(target, source, self, stream.record_event())
 
@@ -183,7 +185,7 @@ class Leaving:
 
 
 _at_once = CopyStreams()
-_cuda_streams: dict[torch.device, CopyStreams] = {}
+_side_streams: dict[torch.device, CopyStreams] = {}
 
 
 def copy_streams_of(tensor: torch.Tensor) -> CopyStreams:
@@ -198,14 +200,14 @@ def copy_streams_of(tensor: torch.Tensor) -> CopyStreams:
 
 def copy_streams_for(tensor: torch.Tensor, device: torch.device) -> CopyStreams:
     """The streams of the device a tensor is used on, wherever it rests."""
-    if isinstance(tensor, FakeTensor) or device.type != "cuda":
+    if isinstance(tensor, FakeTensor) or not accelerator.has_streams(device):
         return _at_once
-    if device not in _cuda_streams:
-        _cuda_streams[device] = CudaCopyStreams(device)
-    return _cuda_streams[device]
+    if device not in _side_streams:
+        _side_streams[device] = SideStreams(device)
+    return _side_streams[device]
 
 
 def settle() -> None:
     """Make the host wait for all copies in all streams, to read host memory or to give it back."""
-    for streams in _cuda_streams.values():
+    for streams in _side_streams.values():
         streams.settle()

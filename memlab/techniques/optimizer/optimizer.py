@@ -26,7 +26,9 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
+from memlab.runtime.accelerator import has_kernel, name_of
 from memlab.runtime.buckets import group_of
+from memlab.runtime.homes import home_of
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating
 from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.ownership import parameters_in
@@ -347,6 +349,13 @@ def _refuse_missing_packages(optimizer: Optimizer, choice: OptimizerChoice) -> N
         require(package)
 
 
+def _refuse_missing_kernels(optimizer: Optimizer, choice: OptimizerChoice) -> None:
+    row, device = REPLACEMENTS[choice], home_of(next(iter(parameters_in(optimizer))))
+    if row.kernel and not has_kernel(row.kernel, device):
+        reason = f"{row.package} has no 8-bit kernels for {name_of(device)}"
+        raise RefusalError(_FIELD, reason, "use --offload optimizer, or --optim adafactor")
+
+
 _REFUSALS: tuple[Callable[[Optimizer, OptimizerChoice], None], ...] = (
     _refuse_other_optimizers,
     _refuse_own_updates,
@@ -356,4 +365,5 @@ _REFUSALS: tuple[Callable[[Optimizer, OptimizerChoice], None], ...] = (
     _refuse_dtypes,
     lambda optimizer, choice: REPLACEMENTS[choice].refuse(optimizer),
     _refuse_missing_packages,
+    _refuse_missing_kernels,
 )

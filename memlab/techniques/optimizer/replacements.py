@@ -32,6 +32,7 @@ class Replacement:
     # of its learning rate to AdamW's for steps of AdamW's size; weight decay is divided by it, so that as much decays
     rate: float = 1.0
     package: str = ""  # what it needs to be installed
+    kernel: str = ""  # the operator of that package which updates, and has kernels for some backends alone
     dtypes: tuple[torch.dtype, ...] = ()  # of the parameters that it can update; empty for all
     adds_decay: bool = False  # whether it adds weight decay to the gradient, as Adam does and AdamW does not
     refuse: Callable[[Optimizer], None] = lambda _optimizer: None  # raises a refusal of its own
@@ -110,6 +111,7 @@ def _refuse_torch_without_muon(_optimizer: Optimizer) -> None:
 
 
 _CLOSE = "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact"
+_8BIT_UPDATE = "bitsandbytes::optimizer_update_8bit_blockwise"
 _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 # Lion moves each element by the learning rate; AdamW's steps have a root mean square of about a fifth of it, see torch.optim.Muon
 _LION = 0.2
@@ -129,7 +131,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="8-bit moments: loss within 0.1 % over 100 steps of fine-tuning",
             gives_nothing="the peak is mostly activations; parameters below 4096 elements stay as they are; refused for optimizers other than Adam and AdamW",
         ),
-        package="bitsandbytes", dtypes=_NUMBERS,
+        package="bitsandbytes", kernel=_8BIT_UPDATE, dtypes=_NUMBERS,
         code=("import bitsandbytes", "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=lr)"), trainer="adamw_bnb_8bit",
     ),
     OptimizerChoice.PAGED_ADAM8BIT: Replacement(
@@ -142,7 +144,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="as --adam8bit",
             gives_nothing="as --adam8bit; refused without CUDA",
         ),
-        package="bitsandbytes", dtypes=_NUMBERS, refuse=_refuse_paging_off_cuda,
+        package="bitsandbytes", kernel=_8BIT_UPDATE, dtypes=_NUMBERS, refuse=_refuse_paging_off_cuda,
         code=("import bitsandbytes", "bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=lr)"),
         trainer="paged_adamw_8bit",
     ),
@@ -158,7 +160,7 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="another algorithm, with AdamW's size of a step",
             gives_nothing="the peak is mostly activations",
         ),
-        settings=("lr", "weight_decay"), rate=_LION, package="bitsandbytes", dtypes=_NUMBERS,
+        settings=("lr", "weight_decay"), rate=_LION, package="bitsandbytes", kernel=_8BIT_UPDATE, dtypes=_NUMBERS,
         code=("import bitsandbytes",
               f"bitsandbytes.optim.Lion8bit(model.parameters(), lr={_LION} * lr, weight_decay={0.01 / _LION:g})"),
         trainer="lion_8bit",

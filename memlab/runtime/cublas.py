@@ -1,6 +1,6 @@
-"""Memory of a CUDA device that this process can have, and what libraries keep of it.
+"""Workspaces that cuBLAS keeps of a GPU.
 
-Sizes of cuBLAS's workspaces are those of pytorch's aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize` and
+Sizes are those of pytorch's aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize` and
 `parseCUDABlasLtWorkspaceSize`; 32 MiB on Blackwell since https://github.com/pytorch/pytorch/pull/175344 (2.12).
 """
 
@@ -15,20 +15,6 @@ _CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024  # ":4096:2:16:8"
 _LARGE_CUBLAS_BYTES = 8 * 4096 * 1024
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _THREADS = 2  # the one that runs forward, and autograd's for the device
-
-
-def allowed_share(device: torch.device) -> float:
-    """Return the share of a device that the allocator of this process may reserve; torch 2.6 cannot say, and 1 is returned."""
-    return float(getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)(device))
-
-
-def most_bytes(device: torch.device) -> int:
-    """Return what the allocator of this process has reserved or could still reserve, in bytes."""
-    # not `memory_reserved`: it flattens hundreds of counters on every call
-    counters = torch.cuda.memory_stats_as_nested_dict(device)
-    reserved: int = counters.get("reserved_bytes", {}).get("all", {}).get("current", 0)
-    free, total = torch.cuda.mem_get_info(device)
-    return int(min(reserved + free, allowed_share(device) * total))
 
 
 def workspaces(capability: tuple[int, int]) -> tuple[int, ...]:
