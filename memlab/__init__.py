@@ -16,33 +16,30 @@ The same from a script:
 
 from __future__ import annotations
 
-import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from memlab.errors import MemlabError, PlanError, RefusalError
-from memlab.exporting import export
-from memlab.measuring.runs import compare, measure
+from memlab.extras import imported, needing_torch
 from memlab.plan import Plan
-from memlab.predicting import predict, predict_all
+from memlab.plan.scale import ENGINE_MAKERS
 from memlab.records.measurement import Shown
-from memlab.runtime.workload import Workload
-from memlab.search import ablation, find_plan
-from memlab.session import fit
-from memlab.techniques.adapters.injected import save_adapters
-from memlab.techniques.scale import LiveEngine, Scaling
 
 if TYPE_CHECKING:
     from memlab.building import build
+    from memlab.exporting import export
     from memlab.inferring.inference import inference
     from memlab.jupyter.panel import panel
+    from memlab.measuring.runs import compare, measure
+    from memlab.predicting import predict, predict_all
+    from memlab.runtime.workload import Workload
     from memlab.scaleout.launching import launch
     from memlab.scaleout.predicting import compare_ranks, how_many, predict_ranks
+    from memlab.search import ablation, find_plan
+    from memlab.session import fit
+    from memlab.techniques.adapters.injected import save_adapters
+    from memlab.techniques.scale import LiveEngine
 
-try:
-    __version__ = version("memlab")
-except PackageNotFoundError:  # a source that was not installed
-    __version__ = "0.1.0"
+    __version__: str
 
 __all__ = [
     "MemlabError",
@@ -69,26 +66,48 @@ __all__ = [
 ]
 
 
-# parts that nothing of the core imports: what each gives, imported when it is first asked for
-_GUESTS = {
+# where each name is, imported when it is first asked for: values, reports and replay need no torch
+_PLACES = {
+    "Workload": "memlab.runtime.workload",
+    "ablation": "memlab.search",
     "build": "memlab.building",
+    "compare": "memlab.measuring.runs",
     "compare_ranks": "memlab.scaleout.predicting",
+    "export": "memlab.exporting",
+    "find_plan": "memlab.search",
+    "fit": "memlab.session",
     "how_many": "memlab.scaleout.predicting",
     "inference": "memlab.inferring.inference",
     "launch": "memlab.scaleout.launching",
+    "measure": "memlab.measuring.runs",
     "panel": "memlab.jupyter.panel",
+    "predict": "memlab.predicting",
+    "predict_all": "memlab.predicting",
     "predict_ranks": "memlab.scaleout.predicting",
+    "save_adapters": "memlab.techniques.adapters.injected",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _GUESTS:
+    if name == "__version__":
+        return _version()
+    if name not in _PLACES:
         raise AttributeError(f"module 'memlab' has no attribute {name!r}")
-    return getattr(importlib.import_module(_GUESTS[name]), name)
+    with needing_torch(f"memlab.{name}"):
+        return getattr(imported(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("memlab")
+    except PackageNotFoundError:  # a source that was not installed
+        return "0.1.0"
 
 
 def _live_engine(plan: Plan, workload: Workload) -> LiveEngine:
@@ -105,13 +124,14 @@ def _reports() -> Any:
     return showing
 
 
-Scaling.makers.append(_live_engine)
+ENGINE_MAKERS.append(_live_engine)
 Shown.reports = staticmethod(_reports)
 
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext memlab`: register the magics."""
-    from memlab.jupyter.magic import load
+    with needing_torch("%load_ext memlab"):
+        from memlab.jupyter.magic import load
 
     load(shell)
 

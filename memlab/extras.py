@@ -1,4 +1,4 @@
-"""Optional packages: imported when a feature needs them, with an install hint when they are absent."""
+"""Optional packages, and torch: imported when a feature needs them, with an install hint when they are absent."""
 
 from __future__ import annotations
 
@@ -38,14 +38,35 @@ def available(package: str) -> bool:
 def require(package: str) -> ModuleType:
     """Import an optional package. Raises `MissingExtraError`: it is not installed; the message holds the command that installs it."""
     try:
-        # where it is being imported, this waits until it is there
-        return importlib.import_module(package) if package in sys.modules else _imported(package)
+        return _whole(package)
     except ImportError as error:
         raise _missing(package) from error
 
 
-def _imported(package: str) -> ModuleType:
-    """Import a package on a thread of its own: as at the top of a program, and to the end.
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Raise `MissingExtraError` in place of Python's error where torch is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # a part of it that an older one lacks, say
+            raise
+        raise MissingExtraError(f"{what} needs torch, which is not installed: pip install torch") from None
+
+
+def imported(module: str) -> ModuleType:
+    """Import a module of memlab's as at the top of a program, wherever it is first needed."""
+    # torch itself is imported where it is asked for: before it is there, nothing of it can be in force
+    return _whole(module) if "torch" in sys.modules else importlib.import_module(module)
+
+
+def _whole(module: str) -> ModuleType:
+    # where it is being imported, this waits until it is there
+    return importlib.import_module(module) if module in sys.modules else _imported_apart(module)
+
+
+def _imported_apart(module: str) -> ModuleType:
+    """Import a module on a thread of its own, to the end.
 
     Torch's modes are of a thread: a package that makes tensors, as bitsandbytes does, would make them on the loop's default
     device, or run out of memory half-way under a capacity that is used up. Ctrl-C would break it off half-way as well. What was
@@ -56,11 +77,11 @@ def _imported(package: str) -> ModuleType:
     def work() -> None:
         try:
             with _without_chatter():
-                made.append(importlib.import_module(package))
+                made.append(importlib.import_module(module))
         except BaseException as error:  # noqa: BLE001 - it is raised where the package is asked for
             made.append(error)
 
-    thread = threading.Thread(target=work, name=f"memlab imports {package}", daemon=True)
+    thread = threading.Thread(target=work, name=f"memlab imports {module}", daemon=True)
     thread.start()
     thread.join()
     (result,) = made

@@ -131,6 +131,9 @@ def state():
             torch.get_float32_matmul_precision(), threading.active_count())
 before = state()
 import memlab
+for name, place in memlab._PLACES.items():
+    if place.split(".")[1] not in {others}:
+        getattr(memlab, name)
 {spoil}
 assert state() == before
 for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "transformers", "safetensors"):
@@ -140,7 +143,10 @@ for name in ("IPython", "ipywidgets", "plotly", "matplotlib", "bitsandbytes", "t
 
 def run(spoil: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", CHECK.format(spoil=spoil)], capture_output=True, text=True, cwd=ROOT.parent
+        [sys.executable, "-c", CHECK.format(spoil=spoil, others=(*GUESTS, "jupyter"))],
+        capture_output=True,
+        text=True,
+        cwd=ROOT.parent,
     )
 
 
@@ -161,3 +167,111 @@ def test_importing_memlab_has_no_side_effect() -> None:
 )
 def test_the_check_itself_can_fail(spoil: str) -> None:
     assert run(spoil).returncode != 0
+
+
+def alone(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python of its own, in another folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def test_names_are_imported_when_they_are_first_asked_for(tmp_path: Path) -> None:
+    result = alone(
+        "import sys, memlab\nassert 'torch' not in sys.modules\nmemlab.fit\nassert 'torch' in sys.modules", tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_names_are_imported_as_at_the_top_of_a_program(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text("import torch\ntensor = torch.ones(1)\n")
+    code = """
+import sys, torch
+from memlab.extras import imported
+sys.path.insert(0, "")
+with torch.inference_mode(), torch.device("meta"):
+    made = imported("made")
+assert not made.tensor.is_inference() and made.tensor.device.type == "cpu"
+"""
+    result = alone(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+# as in a page without torch: nothing of it is found
+WITHOUT_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import memlab; memlab.predict", "memlab.predict needs torch, which is not installed: pip install torch"),
+        ("from memlab import Workload", "memlab.Workload needs torch, which is not installed: pip install torch"),
+        (
+            "import memlab; memlab.load_ipython_extension(None)",
+            "%load_ext memlab needs torch, which is not installed: pip install torch",
+        ),
+        (
+            "import memlab; memlab.export('--accumulate 2', to='torch')",
+            "an export that makes an optimizer needs torch, which is not installed: pip install torch",
+        ),
+    ],
+)
+def test_where_torch_is_missing_one_line_says_so(code: str, said: str, tmp_path: Path) -> None:
+    result = alone(WITHOUT_TORCH + code, tmp_path)
+    assert result.stderr.splitlines()[-1] == f"memlab.errors.MissingExtraError: {said}"
+
+
+def test_a_part_that_a_torch_lacks_is_not_taken_for_torch(tmp_path: Path) -> None:
+    code = (
+        WITHOUT_TORCH.replace('name.partition(".")[0] == "torch"', 'name == "torch.utils.checkpoint"')
+        + "import memlab; memlab.fit"
+    )
+    assert (
+        alone(code, tmp_path).stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'torch.utils.checkpoint'"
+    )
+
+
+SHOWN_WITHOUT_TORCH = """
+import memlab, memlab.allocator, memlab.hardware.gpus, memlab.hardware.roofline
+from pathlib import Path
+from memlab.jupyter.panel import Panel
+from memlab.live.replaying import RunReplay
+from memlab.records import Measurement, StepRecord
+from memlab.records.comparison import Comparison
+from memlab.records.run_record import RunRecord
+from memlab.report import image, live_svg, pareto, pareto_image, tables, text
+
+assert str(memlab.Plan.parse("--accumulate 4")) == "--accumulate 4"
+rows = tuple(Measurement(plan, "cpu", peak, None, 0, {"activations": peak}, (), (0.5, 0.5), 8, 0)
+             for plan, peak in (("as written", 2**30), ("--accumulate 4", 2**29)))
+steps = tuple(StepRecord(number, row.plan, 0.5, 8, 0, row.peak_allocated_bytes) for row in rows
+              for number in range(1 + 5 * rows.index(row), 6 + 5 * rows.index(row)))
+RunRecord(Comparison("gpt2", rows), steps).save(Path("run.json"))
+
+record = RunRecord.load(Path("run.json"))
+assert "accumulate 4" in str(record.comparison) and "<table" in record.comparison._repr_html_()
+assert image.png(record.comparison).startswith(b"\\x89PNG")
+panel = Panel(RunReplay(record))
+for message in ({"kind": "press", "button": "run"}, {"kind": "press", "button": "cancel"},
+                {"kind": "flip", "field": "accumulation", "on": False}, {"kind": "press", "button": "copy"}):
+    panel._heard(None, message, None)
+assert panel.widget.controls["line"] == "replay paused, step 5 of 10 · as written", panel.widget.controls["line"]
+assert panel.widget.controls["code"] == "%%memfit" and not panel.widget.controls["errors"]
+assert panel.widget.figure["traces"] and "<table" in panel.widget.table
+panel.close()
+assert sys.modules.keys().isdisjoint({"torch", "memlab.session", "memlab.runtime"})
+"""
+
+
+def test_what_shows_and_replays_runs_needs_no_torch(tmp_path: Path) -> None:
+    for package in ("anywidget", "matplotlib"):
+        pytest.importorskip(package)
+    result = alone(WITHOUT_TORCH + SHOWN_WITHOUT_TORCH, tmp_path)
+    assert result.returncode == 0, result.stderr

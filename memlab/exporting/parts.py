@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from memlab.errors import PlanError
+from memlab.extras import needing_torch
 from memlab.plan import BaseBits, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.fields import BY_NAME
 from memlab.plan.scale import Scale
-from memlab.plan.settings import zero_stage
-from memlab.techniques.checkpointing.selective import KEPT
-from memlab.techniques.optimizer.replacements import REPLACEMENTS, Replacement
+from memlab.plan.settings import SELECTIVE_KEEPS, zero_stage
+
+if TYPE_CHECKING:
+    from memlab.techniques.optimizer.replacements import Replacement
 
 # fields of a plan that targets write, or say something about
 WRITTEN = frozenset((
@@ -91,6 +94,8 @@ def loaded_base(plan: Plan) -> list[str]:
 
 def replacement_of(plan: Plan) -> Replacement:
     """Return the optimizer that takes the place of the user's optimizer; AdamW stands for one that the plan keeps."""
+    with needing_torch("an export that makes an optimizer"):
+        from memlab.techniques.optimizer.replacements import REPLACEMENTS
     choice = OptimizerChoice.ADAMW if plan.optimizer is OptimizerChoice.KEEP else plan.optimizer
     row = REPLACEMENTS[choice]
     if not row.code[1]:
@@ -139,7 +144,7 @@ def by_code_of_torch(plan: Plan) -> list[str]:
     ))  # fmt: skip
 
 
-_KEPT = "".join(f"        aten.{name}.default,\n" for name in KEPT)
+_KEPT = "".join(f"        aten.{name}.default,\n" for name in SELECTIVE_KEEPS)
 SELECTIVE_CONTEXT = f"""
     aten = torch.ops.aten
     kept = [

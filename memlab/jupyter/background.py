@@ -45,8 +45,8 @@ from torch import nn
 
 from memlab.errors import SessionError
 from memlab.jupyter import cells, shown_errors
-from memlab.jupyter.cells import CellSource, Outcome, tell
-from memlab.jupyter.display import show
+from memlab.jupyter.cells import CellSource, Outcome
+from memlab.jupyter.display import show, tell
 from memlab.jupyter.shown_errors import Shell
 from memlab.jupyter.watch import CellWatch
 from memlab.live.control import Control

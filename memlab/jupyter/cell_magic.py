@@ -13,8 +13,7 @@ from IPython.core.error import UsageError
 from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import cells, prediction, shown_errors
 from memlab.jupyter.background import WAYS_OUT, CellPlace
-from memlab.jupyter.cells import tell
-from memlab.jupyter.display import is_rich, show
+from memlab.jupyter.display import is_rich, show, tell
 from memlab.jupyter.flags import cell_help
 from memlab.jupyter.freeing import calls_for_freeing, free, sentence
 from memlab.jupyter.history import History

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError
-from memlab.jupyter.cells import tell
+from memlab.jupyter.display import tell
 from memlab.plan import Plan
 from memlab.runtime.batch import Batch
 from memlab.runtime.namespace import stale_in_step

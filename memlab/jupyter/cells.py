@@ -32,6 +32,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from memlab.errors import MemlabError, first_line
+from memlab.jupyter.display import tell
 from memlab.jupyter.shown_errors import (
     Shell,
     having,
@@ -117,11 +118,6 @@ def run(shell: Shell, source: CellSource) -> Outcome:
         outer.result = result.result
     outcome.error = result.error_before_exec or result.error_in_exec
     return outcome
-
-
-def tell(text: str) -> None:
-    """Print a line of memlab's own below a cell."""
-    print(f"memfit: {text}")  # noqa: T201
 
 
 @contextmanager

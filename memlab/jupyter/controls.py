@@ -10,8 +10,7 @@ from typing import Any
 
 from memlab.exporting import TARGETS
 from memlab.live.effects import effect_of
-from memlab.live.live_model import NEEDS_LOSS
-from memlab.live.source import Can, Source
+from memlab.live.source import NEEDS_LOSS, Can, Source
 from memlab.plan import FIELDS, PlanField
 from memlab.records.live_state import Activity, Asked, Moment
 from memlab.units import format_bytes

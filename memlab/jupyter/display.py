@@ -142,6 +142,11 @@ def is_rich(shell: Any) -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+def tell(text: str) -> None:
+    """Print a line of memlab's own below a cell."""
+    print(f"memfit: {text}")  # noqa: T201
+
+
 def show(data: Any, **options: Any) -> None:
     """IPython's `display`, with its options."""
     display(data, **options)  # type: ignore[no-untyped-call] # unannotated in IPython

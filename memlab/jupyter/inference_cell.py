@@ -11,8 +11,7 @@ from torch import nn
 from memlab.errors import WorkloadError
 from memlab.inferring.inference import Inference, explained, inference, inference_of
 from memlab.jupyter import cells, shown_errors
-from memlab.jupyter.cells import tell
-from memlab.jupyter.display import show
+from memlab.jupyter.display import show, tell
 from memlab.jupyter.first_call import FirstCall
 from memlab.jupyter.history import History
 from memlab.jupyter.notebook import Notebook, one_line

@@ -14,8 +14,7 @@ import torch
 from memlab.errors import PlanError, TraceError, WorkloadError
 from memlab.exporting import export, parsed
 from memlab.jupyter import prediction
-from memlab.jupyter.cells import tell
-from memlab.jupyter.display import PredictedPlans, show, show_picture
+from memlab.jupyter.display import PredictedPlans, show, show_picture, tell
 from memlab.jupyter.flags import WORDS, line_help
 from memlab.jupyter.notebook import Notebook
 from memlab.jupyter.panel import bring_up_to_date, open_live, open_recorded

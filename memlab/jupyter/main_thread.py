@@ -25,12 +25,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab.errors import SessionError
 from memlab.jupyter.comms import Kernel, is_main_thread
-from memlab.jupyter.shown_errors import Shell
 from memlab.live.stage import BESIDE_CELLS, Stage
+
+if TYPE_CHECKING:
+    from memlab.jupyter.shown_errors import Shell
 
 Work = Callable[[], None]
 

@@ -17,9 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.errors import MemlabError, WorkloadError
 from memlab.jupyter import prediction
 from memlab.jupyter.background import Background
-from memlab.jupyter.cells import tell
 from memlab.jupyter.config import MemLab
-from memlab.jupyter.display import is_rich, show
+from memlab.jupyter.display import is_rich, show, tell
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Line, NotebookLine, Saying, TerminalLine
 from memlab.jupyter.panel import panels

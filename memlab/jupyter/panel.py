@@ -4,6 +4,7 @@
 2. Whoever has something to show calls `draw` with a `Moment`; only what differs is sent to the page.
 3. What goes wrong while a message is dealt with is shown in the panel: ipywidgets would swallow it.
 4. The panel knows its source and no model. It is closed when its cell is run again, and lets go of everything then (`Panels`).
+5. A recorded run is shown without torch: what is live is imported where it is asked for.
 """
 
 from __future__ import annotations
@@ -12,26 +13,27 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab.errors import MissingExtraError, SessionError
 from memlab.exporting import export
-from memlab.jupyter.cells import tell
 from memlab.jupyter.comms import Hearing, let_through
 from memlab.jupyter.controls import MAGIC, Controls, fixed
-from memlab.jupyter.display import is_rich, show
-from memlab.jupyter.history import History
+from memlab.jupyter.display import is_rich, show, tell
 from memlab.jupyter.main_thread import MainThread
 from memlab.jupyter.panel_page import PanelPage, require_widgets, shows_widgets
 from memlab.jupyter.saved_view import SavedView, as_text, tried_as_html
-from memlab.jupyter.shown_errors import Shell
-from memlab.live.control import Control, control_of
 from memlab.live.replaying import RunReplay
 from memlab.live.source import Source
 from memlab.records.live_state import Asked, Moment
 from memlab.records.run_record import RunRecord
-from memlab.runtime.workload import Workload
 from memlab.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memlab.jupyter.history import History
+    from memlab.jupyter.shown_errors import Shell
+    from memlab.live.control import Control
+    from memlab.runtime.workload import Workload
 
 _TICK_MILLISECONDS = 250
 
@@ -188,6 +190,8 @@ class Panels:
     @property
     def controls(self) -> list[Control]:
         """Controls of the live runs that panels are open on."""
+        from memlab.live.control import Control
+
         sources = [each.source for each in self._open.values() if isinstance(each, Panel)]
         return [each for each in sources if isinstance(each, Control)]
 
@@ -235,6 +239,8 @@ def panel(workload: Workload, *, budget: str = "", capacity: str = "") -> Panel:
         SessionError: there is no notebook; `%memfit FLAGS` and `memlab.fit` do the same without a panel.
     """
     from IPython.core.getipython import get_ipython
+
+    from memlab.live.control import control_of
 
     shell = get_ipython()
     if not _has_page(shell):

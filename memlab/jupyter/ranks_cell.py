@@ -9,8 +9,7 @@ from IPython.core.error import UsageError
 
 from memlab.errors import ScaleError, WorkloadError
 from memlab.jupyter import cells, prediction
-from memlab.jupyter.cells import tell
-from memlab.jupyter.display import show
+from memlab.jupyter.display import show, tell
 from memlab.jupyter.notebook import Notebook, one_line
 from memlab.jupyter.parser import CellOptions, one_model
 from memlab.plan import Plan

@@ -23,7 +23,8 @@ from memlab.errors import MemlabError, RefusalError
 from memlab.jupyter.cell_meter import CellMeter
 from memlab.jupyter.cell_observers import without_graph
 from memlab.jupyter.cell_records import Taken, TakenModels, measurements_of, notes_of, tell_apart, title_of
-from memlab.jupyter.cells import CellErrors, tell
+from memlab.jupyter.cells import CellErrors
+from memlab.jupyter.display import tell
 from memlab.jupyter.first_call import ModelSearch
 from memlab.jupyter.history import History
 from memlab.jupyter.live import Progress

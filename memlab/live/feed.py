@@ -15,12 +15,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from memlab.measuring.steps import Meter
 from memlab.plan import Plan
 from memlab.records import Measurement, StepRecord
 from memlab.records.comparison import baseline_first, timed_anew
 from memlab.records.live_state import Change, LivePoint
+
+if TYPE_CHECKING:
+    from memlab.measuring.steps import Meter
 
 _MOST_CHANGES = 100
 _MOST_EVENTS = 20

@@ -23,10 +23,6 @@ from memlab.session.nested import is_nested
 from memlab.session.snapshot import Snapshot
 from memlab.session.tape import Tape, own_step_of
 
-NEEDS_LOSS = (
-    "the loop computes the loss itself: name a loss function, as in %memfit panel --batch inputs,target --loss-fn NAME"
-)
-
 
 class LiveModel:
     """A model, its session and its optimizers, none of them kept alive."""

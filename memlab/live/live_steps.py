@@ -12,9 +12,9 @@ import torch
 from memlab.errors import WorkloadError
 from memlab.live.feed import Feed
 from memlab.live.live_loop import LiveLoop
-from memlab.live.live_model import NEEDS_LOSS, steps_of
+from memlab.live.live_model import steps_of
 from memlab.live.live_predictions import Predicting
-from memlab.live.source import Can
+from memlab.live.source import NEEDS_LOSS, Can
 from memlab.live.steering import Steering
 from memlab.measuring.device import device_for
 from memlab.measuring.loop_meter import meter_of

@@ -9,6 +9,11 @@ from typing import Protocol
 
 from memlab.records.live_state import Moment
 
+# why a source cannot run or predict steps by itself
+NEEDS_LOSS = (
+    "the loop computes the loss itself: name a loss function, as in %memfit panel --batch inputs,target --loss-fn NAME"
+)
+
 
 class Can(Flag):
     """Actions that a source can do at present; a view disables the rest."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from memlab.errors import PlanError, RefusalError
 from memlab.plan.plan import Plan, engine_conflicts
 from memlab.plan.settings import ENGINES, Offloaded, Tier, did_you_mean
+
+# the last one makes the engine of a plan for a live workload; `memlab` gives that of `memlab.scaleout`
+ENGINE_MAKERS: list[Callable[[Plan, Any], Any]] = []
 
 
 @dataclass(frozen=True)

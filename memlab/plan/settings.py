@@ -19,6 +19,14 @@ class BatchNorm(StrEnum):
     MICRO = "micro"
 
 
+# operators of `torch.ops.aten` whose results `--checkpoint selective` keeps: the costliest to compute again
+SELECTIVE_KEEPS = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+
+
 class Checkpointing(str):
     """Setting of recomputation in the backward pass: the text of the flag, read once.
 

@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from memlab.errors import RefusalError
 from memlab.plan import Plan
+from memlab.plan.scale import ENGINE_MAKERS
 from memlab.runtime.mechanisms import OwnMemory, WholeSteps
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Reduces, Technique, Traits
@@ -77,9 +78,6 @@ class LiveEngine(OwnMemory, ABC):
         """End the engine; harmless when it never started."""
 
 
-EngineMaker = Callable[[Plan, Workload], LiveEngine]
-
-
 class Scaling(Technique, WholeSteps):
     """Hands the model to an engine."""
 
@@ -94,8 +92,6 @@ class Scaling(Technique, WholeSteps):
         ),
     )
     traits = Traits(Reduces.ENGINES, is_engine=True)
-    # the last one makes the engine of a plan for a workload; `memlab` gives that of `memlab.scaleout`
-    makers: ClassVar[list[EngineMaker]] = []
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -158,5 +154,5 @@ class Scaling(Technique, WholeSteps):
         return self._engine
 
     def _made_for(self, workload: Workload) -> LiveEngine:
-        assert self.makers, "memlab gives one when it is imported"
-        return self.makers[-1](self.plan, workload)
+        engine: LiveEngine = ENGINE_MAKERS[-1](self.plan, workload)
+        return engine

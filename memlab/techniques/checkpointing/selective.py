@@ -13,18 +13,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memlab.plan.settings import SELECTIVE_KEEPS
 from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.lifetimes import storage_of
 from memlab.techniques.checkpointing.kept import storages
 
-# operators of `torch.ops.aten`, the costliest to compute again
-KEPT = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
-)  # fmt: skip
 KEPT_OPERATIONS = frozenset(
-    getattr(packet, name) for packet in (getattr(torch.ops.aten, name) for name in KEPT) for name in packet.overloads()
+    getattr(packet, name)
+    for packet in (getattr(torch.ops.aten, name) for name in SELECTIVE_KEEPS)
+    for name in packet.overloads()
 )
 
 
