@@ -60,7 +60,8 @@ def _effect(moment: Moment, base: Plan, spec: PlanField, text: str) -> Predicted
         there, without = (base.with_setting(spec.name, each) for each in (text, spec.choices[0]))
     except PlanError as error:
         return PredictedEffect(refused=str(error))
-    predicted = next((each for each in moment.predictions if each.plan == there.label), None)
+    label = there.label  # it is made anew each time
+    predicted = next((each for each in moment.predictions if each.plan == label), None)
     if predicted is not None and predicted.refused:
         return PredictedEffect(refused=predicted.refused)
     before = prediction_of(without.label, moment.predictions)
