@@ -1,6 +1,6 @@
 """Write the pages that are made from the code.
 
-python -m tests.docs        write docs/flags.md, docs/api.md, docs/cheatsheet.md and the measured parts of the other pages
+python -m tests.docs        write docs/flags.md, docs/api.md, docs/cheatsheet.md, docs/gallery.md and the measured parts of the other pages
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from memlab.records.run_record import RunRecord
 from tests.bench import published
 from tests.bench.readme import MEASURED, README, with_section
-from tests.docs import api, cheat_sheet, flags, front, notebook_table
+from tests.docs import api, cheat_sheet, demo, flags, front, gallery, notebook_table
 from tests.docs import guide as guides
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,7 @@ def written() -> dict[Path, str]:
         DOCS / "flags.md": flags.page(),
         DOCS / "api.md": api.page(),
         DOCS / "cheatsheet.md": cheat_sheet.page(),
+        DOCS / "gallery.md": gallery.page(RunRecord.load(demo.RECORD)),
         GUIDE: guide,
         README: readme,
         MEASURED: with_section(measured, "published", published.page(json.loads(_text(published.PATH)))),

@@ -1,6 +1,6 @@
 """The run that the demo replays: a small GPT-2 on a CPU, trained under six plans one after another.
 
-python -m tests.docs.record_demo        record it anew into docs/demo_run.json (a minute)
+python -m tests.docs.record_demo        record it anew into docs/demo_run.json, and draw the gallery of it (a minute)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from memlab.plan import Plan
 from memlab.records import Prediction, TimelinePoint
 from memlab.records.run_record import RunRecord
 from memlab.units import MIB
+from tests.docs import gallery
 
 RECORD = Path(__file__).parents[2] / "docs" / "demo_run.json"
 PLANS = (
@@ -72,6 +73,7 @@ def main() -> None:
     known = json.loads(json.dumps(json.loads(record.to_json())), parse_float=lambda text: float(f"{float(text):.6g}"))
     RECORD.write_text(json.dumps(known, separators=(",", ":")) + "\n", encoding="utf-8")
     assert RunRecord.load(RECORD).comparison.title == record.comparison.title
+    gallery.draw(record)
     size = RECORD.stat().st_size / 1024
     print(f"{RECORD.name}: {size:.0f} KiB, {len(record.points)} steps, {len(record.predictions)} predictions")
 
