@@ -228,6 +228,12 @@ def test_where_torch_is_missing_one_line_says_so(code: str, said: str, tmp_path:
     assert result.stderr.splitlines()[-1] == f"memlab.errors.MissingExtraError: {said}"
 
 
+def test_the_command_line_says_so_and_nothing_else(tmp_path: Path) -> None:
+    result = alone(WITHOUT_TORCH + "import runpy\nrunpy.run_module('memlab', run_name='__main__')", tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "memlab doctor needs torch, which is not installed: pip install torch\n"
+
+
 def test_a_part_that_a_torch_lacks_is_not_taken_for_torch(tmp_path: Path) -> None:
     code = (
         WITHOUT_TORCH.replace('name.partition(".")[0] == "torch"', 'name == "torch.utils.checkpoint"')
