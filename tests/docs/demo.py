@@ -125,6 +125,7 @@ def _played(record: RunRecord) -> tuple[list[State], list[State], list[int], lis
             shown.hand.press("pause")
         shown.replay.advance(TICK_SECONDS)
         tick += 1
+    shown.panel.close()
     return frames, pauses, [*ticks, tick], labels
 
 
