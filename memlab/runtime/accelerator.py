@@ -8,7 +8,7 @@ torch 2.9. What neither has is missing: whoever needs it does without, or refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -107,6 +107,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
+
+
+def rounds_to_tf32(device: torch.device) -> bool:
+    """Return whether torch's setting for products of fp32 has a device round to tf32, where it is new enough; ROCm does not follow it."""
+    return device.type == "cuda" and not torch.version.hip
 
 
 def shares_host_memory(device: torch.device) -> bool:
@@ -274,10 +279,9 @@ def has_streams(device: torch.device) -> bool:
     if hasattr(_module(device), "Stream"):
         return True
     try:
-        torch.Stream(device)
-    except RuntimeError:  # the backend has one alone
+        return bool(torch.Stream(device) != current_stream(device))
+    except RuntimeError:  # there is one alone
         return False
-    return True
 
 
 def new_stream(device: torch.device) -> Any:
@@ -311,7 +315,10 @@ def synchronize(device: torch.device) -> None:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which a device is the current one."""
-    return _module(device).device(device)  # type: ignore[no-any-return]
+    enter = getattr(_module(device), "device", None) or getattr(torch.accelerator, "device_index", None)
+    if enter is None:  # MPS under a torch before 2.8, which has one device
+        return nullcontext()
+    return enter(device if hasattr(_module(device), "device") else device.index)  # type: ignore[no-any-return]
 
 
 # --- random numbers ---------------------------------------------------------------------------------
@@ -346,9 +353,9 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 
 
 def _built_for() -> str:
-    """Return the accelerator's device type that torch is built for; "cuda", which says that it has none, where there is none."""
+    """Return the device type of the accelerator that torch is built for, or a package has brought; "cuda", which then says that it has none, for none."""
     found = torch.accelerator.current_accelerator()
-    return "cuda" if found is None else found.type
+    return found.type if found is not None and is_accelerator(found) else "cuda"
 
 
 def _module(device: torch.device) -> Any:
