@@ -90,6 +90,22 @@ def test_mps_counts_no_peaks_and_is_counted_by_the_ledger() -> None:
 
 
 @pytest.mark.usefixtures("mps")
+def test_mps_has_counters_where_torch_counts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As since torch 2.13: sizes as asked for are 0, and so may be active ones."""
+    counted = {"allocated_bytes.all.current": 2 * GIB, "allocated_bytes.all.peak": 3 * GIB}
+    counted |= {"reserved_bytes.all.current": 4 * GIB, "reserved_bytes.all.peak": 5 * GIB}
+    counted |= {"requested_bytes.all.current": 0, "active_bytes.all.current": 0, "num_alloc_retries": 0}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _device: counted, raising=False)
+    assert accelerator.counters(MPS) == accelerator.Counters(2 * GIB, 4 * GIB, 3 * GIB, 5 * GIB, 2 * GIB, 2 * GIB)
+    device = device_for(torch.device("mps", 0))
+    assert isinstance(device, CountedDevice)
+    assert device.name == "MPS (12.00 GiB)"
+    assert type(device_for(torch.device("mps", 0), GIB)) is Device  # its allocator has no limit of this kind
+    counted["allocated_bytes.all.peak"] = 0
+    assert not accelerator.has_peaks(MPS)
+
+
+@pytest.mark.usefixtures("mps")
 def test_what_leaves_mps_goes_to_disk_since_its_memory_is_the_hosts() -> None:
     assert resolve_tier(Tier.AUTO, MPS, "optimizer") is Tier.DISK
     with pytest.raises(RefusalError) as caught:
