@@ -15,7 +15,7 @@ from memlab.errors import MissingExtraError
 
 # package -> (what of memlab needs it, the extra of memlab's that brings it)
 _EXTRAS = {
-    "bitsandbytes": ("8-bit Adam", "lab"),
+    "bitsandbytes": ("8-bit Adam or NF4", "lab"),
     "transformers": ("Adafactor", "lab"),
     "safetensors": ("weights from files", "lab"),
     "tokenizers": ("the course's text", "lab"),

@@ -76,7 +76,7 @@ _CHAPTERS = (
     "10_inference", "11_your_own_model", "12_it_fits_and_fails_later",
     "13_adapters", "14_evaluating_and_saving",
 )  # fmt: skip
-_CHAPTER_RAM_KIB = round(1.5 * 2**20)
+_CHAPTER_RAM_KIB = 2**20
 # not `ru_maxrss`: a child starts with its parent's, that is with what the tests before this one took
 _RESIDENT = "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
 

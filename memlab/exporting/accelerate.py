@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from memlab.exporting.parts import (
+    FROZEN_STAYS,
     by_code_of_torch,
     has_switch_for_checkpointing,
     header,
     indent,
+    loaded_base,
+    offloads_frozen,
     offloads_model_states,
     one_line_optimizer,
     stage_of,
@@ -98,6 +101,8 @@ def _script_notes(plan: Plan, kind: str) -> list[str]:
         ("the forward pass under torch.autograd.graph.save_on_cpu(pin_memory=True)", activations is not None),
         ("activations on disk: Accelerate has nothing for files, the line above keeps them in host memory",
          activations is Tier.DISK),
+        (FROZEN_STAYS, offloads_frozen(plan)),
+        (" ".join(loaded_base(plan)), loaded_base(plan)),
         *((line, True) for line in by_code_of_torch(plan)),
         ("gradient release: Accelerate has nothing for it; update_in_backward in memlab.export(plan, to='torch')",
          plan.gradients is Gradients.RELEASE),

@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from memlab.exporting.parts import by_code_of_torch, not_written, one_line_optimizer, stage_of, torchrun, wanted
+from memlab.exporting.parts import (
+    FROZEN_STAYS,
+    by_code_of_torch,
+    loaded_base,
+    not_written,
+    offloads_frozen,
+    one_line_optimizer,
+    stage_of,
+    torchrun,
+    wanted,
+)
 from memlab.plan import Gradients, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.scale import Scale
 
@@ -99,6 +109,8 @@ def _notes(plan: Plan) -> list[str]:
         ("activations without checkpointing: the forward pass under torch.autograd.graph.save_on_cpu",
          activations is not None and not is_checkpointed),
         ("activations on disk: DeepSpeed keeps them in host memory", activations is Tier.DISK),
+        (FROZEN_STAYS, offloads_frozen(plan)),
+        (" ".join(loaded_base(plan)), loaded_base(plan)),
         *((line, True) for line in by_code_of_torch(plan)),
         ("gradient release: DeepSpeed updates after the backward pass and keeps gradients until then",
          plan.gradients is Gradients.RELEASE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memlab.errors import PlanError
-from memlab.plan import Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
+from memlab.plan import BaseBits, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
 from memlab.plan.fields import BY_NAME
 from memlab.plan.scale import Scale
 from memlab.plan.settings import zero_stage
@@ -59,6 +59,34 @@ def has_switch_for_checkpointing(plan: Plan) -> bool:
 def offloads_model_states(plan: Plan) -> bool:
     """Return whether optimizer state or parameters leave the device."""
     return plan.tier_of(Offloaded.OPTIMIZER) is not None or plan.tier_of(Offloaded.PARAMS) is not None
+
+
+# where no code is written for it
+FROZEN_STAYS = (
+    "frozen models stay on the device: accelerate.cpu_offload(module, device) brings one for calls without gradients"
+)
+
+
+def offloads_frozen(plan: Plan) -> bool:
+    """Return whether frozen models leave the device between uses."""
+    return plan.tier_of(Offloaded.FROZEN) is not None
+
+
+_BASES = {
+    BaseBits.BF16: "dtype=torch.bfloat16",
+    BaseBits.INT8: "quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+    BaseBits.NF4: 'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")',
+}
+
+
+def loaded_base(plan: Plan) -> list[str]:
+    """Return how a model is loaded with the frozen weights that the plan has beside adapters; nothing where it keeps them."""
+    if plan.base is BaseBits.KEEP:
+        return []
+    return [
+        f"frozen weights in {plan.base}, as transformers loads them: AutoModelForCausalLM.from_pretrained(name,",
+        f"{_BASES[plan.base]})",
+    ]
 
 
 def replacement_of(plan: Plan) -> Replacement:

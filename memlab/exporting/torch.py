@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from memlab.exporting.parts import SELECTIVE_CONTEXT, adapters_config, block, header, indent, optimizer_helper, wanted
+from memlab.exporting.parts import (
+    FROZEN_STAYS,
+    SELECTIVE_CONTEXT,
+    adapters_config,
+    block,
+    header,
+    indent,
+    loaded_base,
+    offloads_frozen,
+    optimizer_helper,
+    wanted,
+)
 from memlab.plan import Gradients, Loss, Offloaded, Plan, Precision, Tier
 
 
@@ -312,7 +323,9 @@ _PARAMS_STAY = [
 
 def _setup(plan: Plan) -> list[str]:
     offloads = plan.tier_of(Offloaded.PARAMS) is not None
-    lines = [*(_PARAMS_STAY if offloads else []), "device = next(model.parameters()).device"]
+    lines = [*(_PARAMS_STAY if offloads else []), *([f"# {FROZEN_STAYS}"] if offloads_frozen(plan) else [])]
+    lines += [f"# {line}" for line in loaded_base(plan)]
+    lines += ["device = next(model.parameters()).device"]
     lines += _PRECISION_SETUP.get(plan.precision, [])
     if plan.adapters.is_on:
         lines.append("add_adapters(model)")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from memlab.exporting.parts import (
+    FROZEN_STAYS,
     SELECTIVE_CONTEXT,
     adapters_config,
     has_switch_for_checkpointing,
     header,
     indent,
+    loaded_base,
+    offloads_frozen,
     offloads_model_states,
     replacement_of,
     torchrun,
@@ -95,6 +98,8 @@ def _notes(plan: Plan, scale: Scale | None) -> list[str]:
         (_ACTIVATIONS.format(disk=disk), plan.tier_of(Offloaded.ACTIVATIONS) is not None),
         (_STATE, scale is None and plan.tier_of(Offloaded.OPTIMIZER) is not None),
         (_PARAMS, scale is None and plan.tier_of(Offloaded.PARAMS) is not None),
+        (f"\n# {FROZEN_STAYS}", offloads_frozen(plan)),
+        ("\n" + "\n".join(f"# {line}" for line in loaded_base(plan)), loaded_base(plan)),
         (_LOSS, plan.loss is Loss.CHUNKED),
         (_TILES, plan.tiling > 1),
         (_ADAPTERS.format(config=adapters_config(plan)), plan.adapters.is_on),

@@ -25,7 +25,7 @@ from memlab.jupyter.parser import CellOptions, cell_options
 from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
 from memlab.live.stage import Cancelled
-from memlab.plan import Plan
+from memlab.plan import Offloaded, Plan
 from memlab.plan.fields import BY_NAME
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.recovery import NothingFitsError
@@ -244,11 +244,12 @@ class CellMagic:
             is_sure = options.models or all(is_trained_by(each, variables, source.python) for each in workloads)
         except SeveralModelsError:
             return []
-        # what goes by the optimizer comes with the first call that trains, when the cell has made it
-        fields = () if options.plan is None else options.plan.changes()
-        is_early = any(BY_NAME[name].needs_optimizer for name in fields) and not all(
+        # what goes by the optimizer, or by models beside, comes with the first call that trains, when the cell has made them
+        plan = options.plan or Plan()
+        is_early = any(BY_NAME[name].needs_optimizer for name in plan.changes()) and not all(
             each.optimizers for each in workloads
         )
+        is_early |= plan.tier_of(Offloaded.FROZEN) is not None
         return workloads if is_sure and (options.models or not is_early) else []
 
     def _keep(self, watch: CellWatch, error: BaseException | None) -> int:

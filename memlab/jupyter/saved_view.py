@@ -109,7 +109,7 @@ def _settings(moment: Moment) -> Table:
         is_off = toggle.value == spec.choices[0]
         instead = spec.offer if is_off else spec.choices[0]
         effect = effect_of(moment, spec.name, instead if is_off else toggle.value)
-        has_effects |= effect is not None
+        has_effects |= effect is not None and not effect.refused
         gives = "not predicted"
         if effect is not None:
             gives = effect.text if is_off or effect.refused else f"no more {effect.text}"

@@ -10,6 +10,7 @@ from memlab.plan.fields import FIELDS, PlanField, plan_flags, unknown_flag
 from memlab.plan.plan import Plan
 from memlab.plan.settings import (
     Adapters,
+    BaseBits,
     BatchNorm,
     Checkpointing,
     Gradients,
@@ -24,6 +25,7 @@ from memlab.plan.settings import (
 __all__ = [
     "FIELDS",
     "Adapters",
+    "BaseBits",
     "BatchNorm",
     "Checkpointing",
     "Gradients",

@@ -19,6 +19,7 @@ from memlab.plan.settings import (
     EIGHT_BIT,
     ENGINES,
     Adapters,
+    BaseBits,
     BatchNorm,
     Checkpointing,
     Gradients,
@@ -210,11 +211,12 @@ FIELDS: tuple[PlanField, ...] = (
     ),
     PlanField(
         "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
-        "move optimizer state, activations or the parameters of blocks off the device between uses (WHAT: optimizer, activations, params)",
+        "move optimizer state, activations, the parameters of blocks or frozen models and parts off the device between uses "
+        "(WHAT: optimizer, activations, params, frozen)",
         _parse_offload, write=_offload_text,
         choices=(
             "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
-            "params,optimizer,activations",
+            "params,optimizer,activations", "frozen",
         ),
         offer="optimizer", title="Offload", is_exact=True, is_list=True, is_beside_engines=True, doubt=3.0,
         covers=lambda larger, smaller: set(smaller) <= set(larger),
@@ -223,7 +225,7 @@ FIELDS: tuple[PlanField, ...] = (
         names={
             "optimizer": "optimizer state", "optimizer,activations": "optimizer state, activations",
             "params": "parameters", "params,optimizer": "parameters, optimizer state",
-            "params,optimizer,activations": "all three",
+            "params,optimizer,activations": "all three", "frozen": "frozen models",
         },
     ),
     PlanField(
@@ -260,6 +262,13 @@ FIELDS: tuple[PlanField, ...] = (
             "r=16,alpha=32": "LoRA, rank 16", "r=64,alpha=128": "LoRA, rank 64",
             "r=16,alpha=32,dora": "DoRA, rank 16", "off:merge": "off, merged into the weights", "off:drop": "off, dropped",
         },
+    ),
+    PlanField(
+        "base", "--base", "|".join(BaseBits),
+        "with --lora, keep the frozen weights of linear layers in fewer bits, and their own bits off the device until the undo",
+        _choice("--base", BaseBits),
+        choices=tuple(BaseBits), offer="nf4", title="Frozen weights", untrained="it goes with adapters, and nothing learns",
+        names={"bf16": "16 bits", "int8": "8 bits", "nf4": "4 bits (NF4)"},
     ),
     PlanField(
         "scale", "--scale", "|".join(ScaleOut),

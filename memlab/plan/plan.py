@@ -16,6 +16,7 @@ from memlab.plan.settings import (
     EIGHT_BIT,
     ENGINES,
     Adapters,
+    BaseBits,
     BatchNorm,
     Checkpointing,
     Gradients,
@@ -44,6 +45,7 @@ class Plan:
         gradients: a `Gradients`, or its text.
         tiling: tiles in which large linear layers are computed, 1 or more.
         adapters: an `Adapters`, or its text: "off", "off:merge", "off:drop", or what there is to be ("r=16,alpha=32").
+        base: a `BaseBits`, or its text.
         scale: a `ScaleOut`, or its text.
 
     Raises:
@@ -67,6 +69,7 @@ class Plan:
     gradients: Gradients = Gradients.KEEP
     tiling: int = 1
     adapters: Adapters = Adapters("off")  # noqa: RUF009 - frozen
+    base: BaseBits = BaseBits.KEEP
     scale: ScaleOut = ScaleOut.NONE
 
     def __post_init__(self) -> None:
@@ -261,6 +264,26 @@ _CONFLICTS: tuple[tuple[Callable[[Plan], Any], str], ...] = (
         lambda plan: plan.checkpointing.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS),
         "--checkpoint budget and --offload activations exclude each other: offloaded activations use nothing of the budget; drop one of the two",
     ),
+    (
+        lambda plan: plan.base is not BaseBits.KEEP and not plan.adapters.is_on,
+        "--base is about frozen weights beside adapters, and there are none; add --lora",
+    ),
+    (
+        lambda plan: plan.base is not BaseBits.KEEP and plan.adapters.is_dora,
+        "--base and --lora dora exclude each other: DoRA takes the norm of the weights in every call; drop dora or --base",
+    ),
+    (
+        lambda plan: plan.base is not BaseBits.KEEP and plan.tier_of(Offloaded.PARAMS),
+        "--base and --offload params exclude each other: the weights are off the device already, in fewer bits on it; drop one of the two",
+    ),
+    (
+        lambda plan: plan.base is not BaseBits.KEEP and plan.precision is Precision.PURE_BF16,
+        "--base and --precision pure-bf16 exclude each other: both keep the weights in other bits; use --bf16 with --base",
+    ),
+    (
+        lambda plan: plan.base is not BaseBits.KEEP and plan.tiling > 1,
+        "--base and --tile exclude each other: tiles read the weights of layers, which are off the device; drop one of the two",
+    ),
 )
 
 
@@ -303,6 +326,8 @@ def _offloads_beside(engine: str, plan: Plan, in_ranks: bool) -> Iterator[tuple[
         able = [name for name, offloads in ENGINES.items() if what in offloads]
         if what is Offloaded.ACTIVATIONS:
             yield flag, "the engine runs the model", "use --checkpoint"
+        elif what is Offloaded.FROZEN:
+            yield flag, "the engine has the model, and places its parameters", "drop one of the two"
         elif engine not in able:
             kept = "optimizer state" if what is Offloaded.OPTIMIZER else "parameters"
             yield flag, f"{engine} keeps {kept} on the device", f"use --scale {', '.join(able[:-1])} or {able[-1]}"

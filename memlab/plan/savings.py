@@ -112,6 +112,11 @@ SAVINGS: tuple[Saving, ...] = (
     _off_device(Offloaded.OPTIMIZER, "optimizer state off the device between updates", 1.3,
                 is_in_update=True, is_of_optimizer=True),
     _off_device(Offloaded.PARAMS, "parameters of blocks off the device between uses", 1.6, is_in_update=True),
+    # never tried: what is frozen is mostly beside the model, and only the loop knows when it is used
+    replace(
+        _off_device(Offloaded.FROZEN, "frozen models and parts off the device between uses", 1.2),
+        stronger=None, measured=(),
+    ),
     Saving(
         "optimizer", _moments, lambda choice: 1.02 if choice in EIGHT_BIT else 1.0,
         lambda choice, _rows, _half: {OptimizerChoice.KEEP: EIGHT_BIT[0], EIGHT_BIT[0]: EIGHT_BIT[1]}.get(choice, choice),

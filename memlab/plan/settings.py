@@ -160,6 +160,15 @@ def _number_of(text: str) -> float:
         return math.nan
 
 
+class BaseBits(StrEnum):
+    """Formats of frozen weights beside adapters."""
+
+    KEEP = "keep"
+    BF16 = "bf16"
+    INT8 = "int8"
+    NF4 = "nf4"
+
+
 class Precision(StrEnum):
     """Number format of the forward and backward pass."""
 
@@ -204,6 +213,7 @@ class Offloaded(StrEnum):
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     PARAMS = "params"
+    FROZEN = "frozen"
 
 
 class Tier(StrEnum):

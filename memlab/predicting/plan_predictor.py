@@ -53,6 +53,7 @@ from memlab.session import require_compatible, session_of
 from memlab.session.tape import tape_of
 from memlab.techniques import TECHNIQUES, is_wanted
 from memlab.techniques.accumulation.split import row_ranges
+from memlab.techniques.offload.frozen import frozen_beside
 from memlab.trace.tracer import Trace, Tracer
 from memlab.units import MIB, format_bytes
 
@@ -161,6 +162,7 @@ class PlanPredictor:
         self._passes = Passes(self._tracer, self.target.rates_under)
         self._workspaces = levels({Category.WORKSPACES: sum(self.target.workspaces)})
         self._elsewhere_bytes = _elsewhere_bytes([workload, *others]) if device is None else 0
+        self._frozen_beside = frozen_beside(workload) if self._elsewhere_bytes else None
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
         self._applied: Applied | None = None
@@ -186,7 +188,7 @@ class PlanPredictor:
         if plan.accumulation > 1 or self._tape is not None:
             return
         try:
-            predicted_bytes = sum(self.parts(plan).peak()) - self._elsewhere_bytes
+            predicted_bytes = sum(self.parts(plan).peak()) - self._elsewhere_under(plan)
         except (RefusalError, TraceError):
             return  # a plan that cannot be predicted says nothing of others
         output_bytes = self._passes.large_outputs_bytes(of_model(plan))
@@ -231,11 +233,12 @@ class PlanPredictor:
     def parts(self, plan: Plan) -> Parts:
         if (refusal := self.refusal(plan)) is not None:
             raise refusal
-        is_woven = plan.gradients is Gradients.RELEASE or plan.tier_of(Offloaded.PARAMS) is not None
+        off = {what for what, _ in plan.offload}
+        is_woven = plan.gradients is Gradients.RELEASE or not off.isdisjoint((Offloaded.PARAMS, Offloaded.FROZEN))
         if self._tape is not None:
             is_woven = is_woven or len(self._tracer.twins) > 1 or not self._tape.ends_with_update
         parts = self._traced(plan) if is_woven else self._composed(plan)
-        held_bytes, elsewhere_bytes = 0, self._elsewhere_bytes
+        held_bytes, elsewhere_bytes = 0, self._elsewhere_under(plan)
         if self._holds_outputs:
             if plan.accumulation == 1:
                 # the ones of the step before live until this step's take their place
@@ -243,7 +246,22 @@ class PlanPredictor:
             if elsewhere_bytes:  # those of the last step are among what lives at this moment
                 elsewhere_bytes = max(0, elsewhere_bytes - self._passes.large_outputs_bytes(of_model(Plan())))
         base = added(parts.base, levels({Category.ACTIVATIONS: held_bytes, Category.ELSEWHERE: elsewhere_bytes}))
-        return replace(parts, base=base, inputs=(*parts.inputs, *filter(None, (held_bytes, elsewhere_bytes))))
+        inputs = (*parts.inputs, *filter(None, (held_bytes, elsewhere_bytes)))
+        return replace(parts, base=base, inputs=inputs, notes=(*parts.notes, *self._about_frozen(plan)))
+
+    def _elsewhere_under(self, plan: Plan) -> int:
+        """Return bytes on the GPU of what is no part of the models; of frozen models that rest, nothing."""
+        frozen = self._frozen_beside
+        if frozen is None:
+            return self._elsewhere_bytes
+        is_off = plan.tier_of(Offloaded.FROZEN) is not None
+        return max(0, self._elsewhere_bytes + frozen.resting_bytes - is_off * frozen.all_bytes)
+
+    def _about_frozen(self, plan: Plan) -> Iterator[str]:
+        """Yield what frozen models bring to the GPU while the loop uses them: when that is, only the loop knows."""
+        frozen = self._frozen_beside
+        if frozen is not None and frozen.most_bytes and plan.tier_of(Offloaded.FROZEN) is not None:
+            yield f"frozen models beside take up to {format_bytes(frozen.most_bytes)} more while they are used"
 
     @property
     def _is_replayed(self) -> bool:
@@ -418,7 +436,7 @@ def _of_optimizers(plan: Plan) -> Plan:
     """The settings that work on the optimizers."""
     offload = tuple(item for item in plan.offload if item[0] is Offloaded.OPTIMIZER)
     precision = plan.precision if plan.precision is Precision.PURE_BF16 else Precision.KEEP
-    return Plan(optimizer=plan.optimizer, offload=offload, precision=precision, adapters=plan.adapters)
+    return Plan(optimizer=plan.optimizer, offload=offload, precision=precision, adapters=plan.adapters, base=plan.base)
 
 
 def _elsewhere_bytes(workloads: Sequence[Workload]) -> int:

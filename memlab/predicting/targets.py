@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -89,11 +90,16 @@ def target_for(workload: Workload, device: str | Gpu | None) -> Target:
     return Target("CPU ledger", host_rates(), torch.device("cpu"), None, Choices(), None, (), _CPU_MEMORY)
 
 
-def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
+@functools.cache
+def _choices_of(model: Gpu) -> Choices:
     from memlab.trace.cuda_choices import cuda_choices
     from memlab.trace.hidden_memory import Temporaries
 
     entered: Callable[[], AbstractContextManager[Any]] = partial(cuda_choices, model)
+    return Choices(entered, partial(Temporaries.of, gpu=model)) if model.is_of_nvidia else Choices(entered)
+
+
+def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
     device, is_known = torch.device(model.device_type), model.is_of_nvidia
     has_model = accelerator.allocates_like_cuda(device)
     return Target(
@@ -102,7 +108,7 @@ def _gpu_target(model: Gpu, settings: Settings | None = None) -> Target:
         rates_in_tf32=rates_of(model, allow_tf32=True),
         device=device,
         compute_capability=model.compute_capability if is_known else None,
-        choices=Choices(entered, partial(Temporaries.of, gpu=model)) if is_known else Choices(entered),
+        choices=_choices_of(model),
         settings=(settings or Settings()) if has_model else None,
         workspaces=workspaces(model.compute_capability) if is_known else (),
         memory_shares=_GPU_MEMORY if is_known else _OTHER_MEMORY,

@@ -3,7 +3,8 @@
 `workload` is the model with its optimizers and batch, `hooks` the two places where techniques act (the model call and the
 optimizer step), `optimizer_step` an update in buckets, `state_layers` the forms of optimizer state
 (`state_entries` what is in its dicts), `out_of_memory` the errors,
-`interrupts` Ctrl-C, `dispatch` and `loop_mode` torch's modes, `observer` who watches, `own_steps` the steps that memlab makes itself.
+`interrupts` Ctrl-C, `dispatch` and `loop_mode` torch's modes, `observer` who watches, `own_steps` the steps that memlab makes itself,
+`rounds` loops of which traces run a part.
 
 `mechanisms` are what techniques bring along for any of this.
 

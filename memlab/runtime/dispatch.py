@@ -17,6 +17,7 @@ Function = TypeVar("Function", bound=Any)
 _LEFT_ALONE = "code of memlab is not compiled"
 _deferring: dict[type, bool] = {}
 own_tensors: set[str] = set()  # names of classes of memlab's that loops get tensors of
+_DEVICE = torch.ops.prim.device.default
 HALF = (torch.float16, torch.bfloat16)  # numbers of half precision
 # operators that multiply matrices, on a GPU by cuBLAS
 MATRIX_PRODUCTS = frozenset(
@@ -40,6 +41,8 @@ class WatchingMode(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:  # autograd asks tensors without memory for it, more often than there are operators
+            return args[0].device
         return NotImplemented if defers(types) else self.watched(func, args, kwargs or {})
 
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

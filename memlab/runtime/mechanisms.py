@@ -11,11 +11,13 @@ class (`brought`), and for no technique.
 | `Visiting` | keeps parameters away from where they are updated |
 | `Skipping` | leaves a step out |
 | `WholeSteps` | makes a step in place of the optimizer |
+| `Interruptible` | has something under way that the loop may leave |
 | `EarlyUpdates` | updates parameters in the backward pass |
 | `Turns` | shows the loop other parameters than the model has |
 | `LoopChecks` | refuses what is seen in a loop that runs |
 | `SeenInCalls` | learns from calls of the model |
 | `ChangedParameters` | puts something else in the places of parameters |
+| `ModulesBeside` | changes modules beside the model |
 | `OwnMemory` | keeps bytes of its own |
 """
 
@@ -114,7 +116,14 @@ class WholeSteps:
         return None
 
 
-class EarlyUpdates:
+class Interruptible:
+    """Steps and calls that the loop may leave in the middle."""
+
+    def broken_off(self) -> None:
+        """Forget what is under way: the loop was left, and begins anew with its next forward."""
+
+
+class EarlyUpdates(Interruptible):
     """Updates that come before the step, which is taken over for it.
 
     Attributes:
@@ -124,9 +133,6 @@ class EarlyUpdates:
 
     updates_in_backward: bool = True
     only_watches: bool = False
-
-    def broken_off(self) -> None:
-        """Forget the step under way: the loop was left in the middle of it, and begins anew with its next forward."""
 
 
 class Turns:
@@ -189,6 +195,15 @@ class ChangedParameters:
     def as_written(self) -> AsWritten | None:
         """Return what the model and its optimizers have without it; None where nothing is in the places of theirs."""
         return None
+
+
+class ModulesBeside:
+    """Modules beside the model that are changed as well."""
+
+    @property
+    def beside(self) -> Sequence[tuple[torch.nn.Module, object]]:
+        """Return them, each with what of memlab's own belongs to it."""
+        return ()
 
 
 class OwnMemory:

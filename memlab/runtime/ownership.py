@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+_T = TypeVar("_T")
 # attribute that holds the inner object, by class name of the wrapper
 _MODEL_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "_FabricModule": "_original_module"}
 
@@ -102,12 +103,59 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer of this process that updates parameters itself."""
-    kinds, waiting = {}, [torch.optim.Optimizer]  # by id: not every class can be hashed
+    distinct = {id(one): one for one in map(unwrap_optimizer, _live(torch.optim.Optimizer))}
+    return list(distinct.values())
+
+
+def live_modules() -> list[nn.Module]:
+    """Every module of this process that has parts and parameters, wherever it is kept."""
+    return [*filter(keeps_parameters, _live(nn.Module))]
+
+
+def keeps_parameters(module: nn.Module) -> bool:
+    """Return whether a module has its parameters where torch keeps them; one whose making has failed, or of TorchScript, has not."""
+    return type(vars(module).get("_parameters")) is dict
+
+
+def frozen_modules(among: Iterable[nn.Module], trained: Collection[int]) -> list[nn.Module]:
+    """Modules with parameters none of which trains, without those within another one of them.
+
+    Args:
+        among: all that may count; nothing of theirs runs.
+        trained: ids of parameters that train although they require no gradient now.
+
+    Example:
+        >>> student, teacher = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)
+        >>> frozen_modules([student, *teacher.modules()], ()) == [teacher]
+        True
+    """
+    frozen: dict[int, nn.Module] = {}
+    for module in among:
+        parameters = [p for part in _with_parts(module) for p in vars(part)["_parameters"].values() if p is not None]
+        if parameters and not any(p.requires_grad or id(p) in trained for p in parameters):
+            frozen[id(module)] = module
+    inner = {id(part) for module in frozen.values() for part in _with_parts(module)[1:]}
+    return [module for key, module in frozen.items() if key not in inner]
+
+
+def _with_parts(module: nn.Module) -> list[nn.Module]:
+    """A module and all that it consists of, as far as torch keeps it in dictionaries."""
+    found, waiting = dict[int, nn.Module](), [module]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found and keeps_parameters(part):
+            found[id(part)] = part
+            waiting += [each for each in vars(part)["_modules"].values() if isinstance(each, nn.Module)]
+    return list(found.values())
+
+
+def _live(base: type[_T]) -> list[_T]:
+    """Every object of a class or one derived from it."""
+    kinds: dict[int, type[Any]] = {}  # by id: not every class can be hashed
+    waiting: list[type[Any]] = [base]
     while waiting:
         kind = waiting.pop()
         kinds[id(kind)] = kind
-        waiting += [each for each in kind.__subclasses__() if id(each) not in kinds]
+        waiting += [each for each in type.__subclasses__(kind) if id(each) not in kinds]
     live = gc.get_objects()
-    found = compress(live, map(kinds.__contains__, map(id, map(type, live))))
-    distinct = {id(one): one for one in map(unwrap_optimizer, found)}
-    return list(distinct.values())
+    return list(compress(live, map(kinds.__contains__, map(id, map(type, live)))))

@@ -24,10 +24,10 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,30 +39,15 @@ from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.homes import home_of
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.interrupts import Interrupts, deferred_interrupts
-from memlab.runtime.mechanisms import AsWritten, ChangedParameters, OwnMemory, StateForm, Turns, brought
+from memlab.runtime.mechanisms import AsWritten, ChangedParameters, ModulesBeside, OwnMemory, StateForm, Turns, brought
 from memlab.runtime.out_of_memory import is_out_of_memory, release
+from memlab.runtime.undo import Undo
 from memlab.runtime.workload import Workload
 from memlab.session.rollback import Rollback
 from memlab.techniques import TECHNIQUES, Technique, is_wanted
 from memlab.techniques.base import Host
 
 Optimizer = torch.optim.Optimizer
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-class _Undo(ExitStack):
-    """Undo of a technique that is in force; it can be called a second time, should the first have been taken back."""
-
-    def __init__(self, registered: Callable[[], None]) -> None:
-        super().__init__()
-        self.calls: list[Callable[[], Any]] = []
-        self._registered = registered
-
-    def callback(self, callback: Callable[_P, _T], /, *args: _P.args, **kwds: _P.kwargs) -> Callable[_P, _T]:
-        self._registered()
-        self.calls.append(partial(callback, *args, **kwds))
-        return callback
 
 
 @dataclass
@@ -226,7 +211,9 @@ class InForce:
     def _once(self, act: Callable[[], None], interrupts: Interrupts | None, *, sparing: bool) -> None:
         before: Rollback | None = None
         if self._workload.has_values:
-            before = Rollback(self._workload.model, self.optimizers, [*self._entries.values()])
+            beside = [each for kind in brought(self.techniques, ModulesBeside) for each in kind.beside]
+            owned = [*self._entries.values(), *(kept for _, kept in beside)]
+            before = Rollback(self._workload.model, self.optimizers, owned, [module for module, _ in beside])
         self._aliases = 1
         entries, plan = dict(self._entries), self.plan
         # an engine keeps what it shows, so sending that away would free nothing, and it would not be the engine's again
@@ -332,8 +319,8 @@ class InForce:
             undo.callback(self._remove_layer, optimizer, technique, form)
             state_layers.apply_layer(optimizer, form, self._above(technique), self._exchanged, self.techniques)
 
-    def _undo_of(self, entry: _Entry) -> _Undo:
-        undo = _Undo(self._exchanged)
+    def _undo_of(self, entry: _Entry) -> Undo:
+        undo = Undo(self._exchanged)
         undo.calls = entry.undos
         return undo
 

@@ -40,7 +40,7 @@ _LEAVES = (torch.Tensor, nn.Module, torch.optim.Optimizer, Plan, Spill, Enum)
 
 
 class Rollback:
-    """State that a plan change may alter, as it is now: of a model, its optimizers, and what is `owned` by memlab.
+    """State that a plan change may alter, as it is now: of a model, its optimizers, modules beside it, and what is `owned` by memlab.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -53,14 +53,19 @@ class Rollback:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), owned: Iterable[Any] = ()
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        owned: Iterable[Any] = (),
+        beside: Iterable[nn.Module] = (),
     ) -> None:
         optimizers = list(optimizers)
+        roots = (model, *beside)
         self._spill = Spill()
         self._products = Fp32Products()
         self._parts: list[_Part] = [
-            *_parts_of_model(model),
-            *(part for tensor in _tensors(model, optimizers) for part in _parts_of_tensor(tensor)),
+            *_parts_of_models(roots),
+            *(part for tensor in _tensors(roots, optimizers) for part in _parts_of_tensor(tensor)),
             *(part for optimizer in optimizers for part in _parts_of_optimizer(optimizer)),
             *_parts_of_owned(owned),
             _Kept(containers.Sequence(backward.around)),
@@ -257,8 +262,8 @@ class _TensorHooks(_Part):
 # --- what there is to remember --------------------------------------------------------------------
 
 
-def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
-    for module in model.modules():
+def _parts_of_models(models: Iterable[nn.Module]) -> Iterator[_Part]:
+    for module in {id(module): module for model in models for module in model.modules()}.values():
         yield _Table(vars(module))
         for key, value in vars(module).items():
             # beside the hooks themselves there are tables of which are called when
@@ -268,9 +273,10 @@ def _parts_of_model(model: nn.Module) -> Iterator[_Part]:
                 yield _Table(value)
 
 
-def _tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def _tensors(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     updated = chain.from_iterable(map(parameters_in, optimizers))
-    everything = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *updated)}
+    own = chain.from_iterable(chain(model.parameters(), model.buffers()) for model in models)
+    everything = {id(tensor): tensor for tensor in (*own, *updated)}
     return list(everything.values())
 
 

@@ -26,7 +26,7 @@ from memlab.runtime import accelerator
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.hooks import CallHook
 from memlab.runtime.interrupts import deferred_interrupts
-from memlab.runtime.mechanisms import EarlyUpdates, OwnMemory, StateForm, brought
+from memlab.runtime.mechanisms import EarlyUpdates, Interruptible, OwnMemory, StateForm, brought
 from memlab.runtime.observer import Observer
 from memlab.runtime.ownership import WITHOUT_VALUES, is_made, parameters_in, stepped_by
 from memlab.runtime.stand_ins import stand_in
@@ -240,7 +240,7 @@ class Session:
         """Discard the state of a step that an error has interrupted and that will not be continued."""
         with deferred_interrupts():
             self.position.end_own_step()
-            for each in brought(self.techniques, EarlyUpdates):
+            for each in brought(self.techniques, Interruptible):
                 each.broken_off()
 
     def hand_over(self, thread: int) -> None:

@@ -22,8 +22,9 @@ from torch import nn
 
 from memlab import Workload, fit, measure
 from memlab.extras import available
+from memlab.hardware.host import host_bytes
 from memlab.runtime import accelerator
-from memlab.support.machine import described, host_bytes, is_at_least, needed, versions
+from memlab.support.machine import described, is_at_least, needed, versions
 from memlab.units import GIB, format_bytes
 
 _LEAST_HOST_BYTES = 2 * GIB  # chapters of the course run in 1.5
@@ -205,9 +206,9 @@ def _workload() -> Workload:
     """A small classifier of sequences, its optimizer and a batch."""
     torch.manual_seed(0)
     device = accelerator.device_type() or "cpu"
-    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4)]
-    model = nn.Sequential(nn.Linear(16, 128), nn.Sequential(*layers), nn.Linear(128, 8)).to(device)
-    rows, targets = torch.randn(16, 64, 16, device=device), torch.randn(16, 64, 8, device=device)
+    layers = [nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(16, 64), nn.Sequential(*layers), nn.Linear(64, 8)).to(device)
+    rows, targets = torch.randn(8, 64, 16, device=device), torch.randn(8, 64, 8, device=device)
     return Workload(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=((rows,), targets), loss_fn=nn.functional.mse_loss
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
 import memlab
+from memlab.hardware.host import cores, host_bytes
 from memlab.runtime import accelerator
 from memlab.units import format_bytes
 
@@ -62,25 +61,6 @@ def is_at_least(version: str, lowest: str) -> bool:
         return [int(part) for part in re.findall(r"\d+", text.split("+")[0])]
 
     return numbers(version) >= numbers(lowest)
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def host_bytes() -> int | None:
-    """Return the memory of the host, or of the container; None where the system does not say."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int(Path(limit).read_text()))
-        except (OSError, ValueError):  # no container, or one without a limit
-            continue
-    return total
 
 
 def devices() -> Iterator[str]:

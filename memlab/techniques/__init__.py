@@ -12,11 +12,13 @@ from memlab.plan import Plan
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.batchnorm import MicroStatistics
 from memlab.techniques.adapters.adapters import LowRankAdapters
+from memlab.techniques.adapters.base_bits import QuantisedBase
 from memlab.techniques.base import Technique
 from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointing
 from memlab.techniques.chunked_loss import ChunkedLoss
 from memlab.techniques.gradient_release.gradient_release import GradientRelease
 from memlab.techniques.offload.activations import OffloadActivations
+from memlab.techniques.offload.frozen import OffloadFrozen
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.params import OffloadParams
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
@@ -26,12 +28,14 @@ from memlab.techniques.tiling.tiling import Tiling
 
 TECHNIQUES: tuple[type[Technique], ...] = (
     LowRankAdapters,
+    QuantisedBase,
     Tiling,
     ActivationCheckpointing,
     ChunkedLoss,
     OptimizerConversion,
     PrecisionChoice,
     OffloadParams,
+    OffloadFrozen,
     OffloadOptimizer,
     OffloadActivations,
     Accumulation,

@@ -1,15 +1,15 @@
-"""Traces of a model with many like blocks, from traces of the same model with four of them.
+"""Traces of a model with many like blocks, from traces of the same model with three of them.
 
 Between the first blocks and the last, a pass does the same again and again. So the longest list of like blocks of the twin is
-cut to four while a pass is traced, and what the second does forward, and the fourth and third do backward, is then put in
-as often as the model has such blocks.
+cut to three while a pass is traced, and what the second does forward, and the third and second do backward, is then put in
+as often as the model has such blocks. Once for each setting four are traced as well.
 
 That is exact where
 
 1. the blocks from the second on are alike: in classes, attributes, shapes, and in what trains;
-2. the third block does in the trace what the second does, and the pass back through it what that through the fourth does;
+2. in the trace of four the third block does what the second does, and the pass back through it what that through the fourth does;
 3. whatever is born in a repeated stretch ends as what is born in the others does;
-4. the trace of the model cut to three follows in the same way, whatever the plan does: nothing else in it counts blocks;
+4. both traces give the same, whatever the plan does: nothing else in it counts blocks, but notes do;
 5. without a plan, so does the trace of the model as it is.
 
 Elsewhere the whole model is traced.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from memlab.trace.tracer import Trace
 
 KEPT, FEWER = 4, 3
+_NUMBER = re.compile(r"(\d+)")
 _PLAIN = (int, float, str, torch.dtype, torch.device)
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -60,24 +62,23 @@ class Cut:
     def __init__(self, workload: Workload, container: nn.Module) -> None:
         self._container = container
         self.blocks = list(container.children())  # all of them
-        gone = {id(p) for block in self.blocks[KEPT:] for p in block.parameters()}
-        groups = [group for optimizer in workload.optimizers for group in optimizer.param_groups]
+        self._groups = [group for optimizer in workload.optimizers for group in optimizer.param_groups]
         self._forward: list[Cursor] = []
         self._backward: list[Cursor] = []
-        self._groups = [(group, [p for p in group["params"] if id(p) not in gone]) for group in groups]
 
     @contextmanager
-    def made(self, kept: int = KEPT) -> Iterator[None]:
-        """Have the model with its first so many blocks, and its optimizers without what is cut off of four."""
-        modules, parameters = self._container._modules, [group["params"] for group, _ in self._groups]
+    def made(self, kept: int) -> Iterator[None]:
+        """Have the model with its first so many blocks, and its optimizers without the others."""
+        modules, parameters = self._container._modules, [group["params"] for group in self._groups]
         self._container._modules = dict(itertools.islice(modules.items(), kept))
-        for group, remaining in self._groups:
-            group["params"] = remaining
+        gone = {id(p) for block in self.blocks[kept:] for p in block.parameters()}
+        for group in self._groups:
+            group["params"] = [p for p in group["params"] if id(p) not in gone]
         try:
             yield
         finally:
             self._container._modules = modules
-            for (group, _), before in zip(self._groups, parameters, strict=True):
+            for group, before in zip(self._groups, parameters, strict=True):
                 group["params"] = before
 
     @contextmanager
@@ -107,10 +108,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Repeated:
-    """The blocks of a model in a trace of it with four."""
+    """The blocks of a model in a trace of it with four or three."""
 
     forward: list[Cursor]  # where each begins
-    backward: list[Cursor]  # where a gradient of the fourth, the third and the second is complete
+    backward: list[Cursor]  # where a gradient of each but the first is complete, from the last on
     parameters: list[int]  # numbers of the storages of one's parameters and buffers
 
 
@@ -186,16 +187,19 @@ def _moved(number: int, rule: _Rule) -> int:
 
 
 def deepened(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
-    """The trace of a model with so many blocks more than four, or less, from one of it with four; None where it does not follow."""
-    if (len(blocks.forward), len(blocks.backward)) != (KEPT, KEPT - 1) or trace.observation.owners:
+    """The trace of a model with so many blocks more, or less, from one of it with four or three; None where it does not follow."""
+    kept = len(blocks.forward)
+    if kept not in (KEPT, FEWER) or len(blocks.backward) != kept - 1 or trace.observation.owners:
         return None
     same = _with_more(trace, blocks, 0)
     return _with_more(trace, blocks, more) if same is not None and are_same(same, trace) else None
 
 
 def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
-    (one, two, three, four), (last, before, next_to) = blocks.forward, blocks.backward
-    if not one.born <= two.born <= three.born <= four.born <= last.born <= before.born <= next_to.born:
+    # of four blocks the third is like the second; of three, the last begins where the second ends
+    (one, two, three, *_), (last, before, *_) = blocks.forward, blocks.backward
+    final, next_to, is_three = blocks.forward[-1], blocks.backward[-1], len(blocks.forward) == FEWER
+    if not one.born <= two.born <= three.born <= final.born <= last.born <= before.born <= next_to.born:
         return None
     seen, raw = trace.observation, trace.observation.raw
     # the last storage that was born before the backward pass
@@ -204,16 +208,16 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
     )
     forward, backward = three.born - two.born, before.born - last.born
     begin, end = Cursor(0, 0, 0, 0, 0), Cursor(len(raw), len(trace.priced), len(trace.hidden), len(trace.marks), 0)
-    copies = range(more + 2)  # all blocks but the first and the last
+    copies = range(more + len(blocks.forward) - 2)  # all blocks but the first and the last
     stretches: list[tuple[Cursor, Cursor, _Rule]] = [
         (begin, two, (math.inf, 0, math.inf, 0)),
         *((two, three, (one.born, copy * forward, math.inf, 0)) for copy in copies),
-        (four, last, (two.born, more * forward, math.inf, 0)),
+        (final, last, (two.born, more * forward, math.inf, 0)),
         *(
             (last, before, (one.born, (more - copy) * forward, turn, more * forward + copy * backward))
             for copy in copies
         ),
-        (next_to, end, (four.born, more * forward, last.born, more * (forward + backward))),
+        (next_to, end, (final.born, more * forward, last.born, more * (forward + backward))),
     ]
 
     def born_again(number: int) -> list[int]:
@@ -222,9 +226,9 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
             return [number + copy * forward for copy in copies]
         if last.born < number <= before.born:
             return [number + more * forward + copy * backward for copy in copies]
-        if three.born < number <= four.born or before.born < number <= next_to.born:
+        if three.born < number <= final.born or before.born < number <= next_to.born:
             return []
-        return [number + more * ((number > four.born) * forward + (number > last.born) * backward)]
+        return [number + more * ((number > final.born) * forward + (number > last.born) * backward)]
 
     events: list[RawEvent] = []
     priced: list[Priced] = []
@@ -233,12 +237,16 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
     for start, stop, rule in stretches:
         own = raw[start.events : stop.events]
         # what ends for all blocks at once, as casts of weights do where autocast ends
-        ended = {number for _, size, number, _ in own if size < 0} if start in (four, next_to) else ()
+        ended = {number for _, size, number, _ in own if size < 0} if start in (final, next_to) else ()
+        # up to there the next block is looked at, beyond it the one before; of three blocks there is one on one side alone
+        middles = (two if is_three and start is final else three, last if is_three else before)
         of_all = {
             number
-            for first, middle, final, length in ((two, three, four, forward), (last, before, next_to, backward))
+            for first, middle, past, length in zip(
+                (two, last), middles, (final, next_to), (forward, backward), strict=True
+            )
             for number in ended
-            if first.born < number <= final.born
+            if first.born < number <= past.born
             and (number + length if number <= middle.born else number - length) in ended
         }
         at: Sequence[int] = range(len(events), len(events) + len(own) + 1)  # new places of events
@@ -317,6 +325,19 @@ def _end_alike(
     return True
 
 
+def notes_of_more(three: Sequence[str], four: Sequence[str], more: int) -> tuple[str, ...] | None:
+    """The notes on a model with so many blocks more than four, of which some count blocks; None where it is not numbers that differ."""
+    parts = [[_NUMBER.split(note) for note in notes] for notes in (three, four)]  # words and numbers in turn
+    if [each[::2] for each in parts[0]] != [each[::2] for each in parts[1]]:
+        return None
+    for fewer, note in zip(*parts, strict=True):
+        note[1::2] = [
+            n if before == n else str(int(n) + more * (int(n) - int(before)))
+            for before, n in zip(fewer[1::2], note[1::2], strict=True)
+        ]
+    return tuple(map("".join, parts[1]))
+
+
 def are_same(one: Trace, other: Trace) -> bool:
     """Return whether two traces are the same but for the numbers of storages and the clock."""
     return bool(_compared(one) == _compared(other))
@@ -334,5 +355,5 @@ def _compared(trace: Trace) -> Any:
     outputs = [names.get(number) for number in trace.outputs]
     products = {key: names.get(number) for key, number in trace.products.items()}
     settled = {names.get(number): event for number, event in trace.settled.items()}
-    ends = (seen.peak_bytes, seen.baseline_bytes, trace.host_bytes, trace.samples, trace.tokens, trace.notes)
+    ends = (seen.baseline_bytes, trace.host_bytes, trace.samples, trace.tokens, trace.notes)
     return runs, named, outputs, products, settled, trace.priced, trace.hidden, trace.is_decided, ends

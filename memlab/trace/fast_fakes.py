@@ -8,7 +8,8 @@ official fake mode runs it, unless its schema says that it only writes or gives 
 3. *Viewed*: the result shares an argument's storage. The meta kernel of the view is run, without what surrounds it.
 4. Anything else (values asked for, wrappers, results of other kinds) always goes the official way.
 
-Recipes are kept by operator and by everything a result can depend on: shapes, strides, dtypes and plain arguments.
+Recipes are kept by operator and by everything a result can depend on: shapes, strides, dtypes and plain arguments. They
+serve all traces of the process in which operators choose alike.
 `tests/trace/test_fast_fakes.py` holds both ways to the same events.
 
 Some fakes are not like the results of real operators, and are put right (`_CORRECTIONS`); `tests/trace/test_corrections.py`
@@ -61,6 +62,7 @@ _PLAIN = frozenset(
 )
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _OFFICIAL, _WRITTEN, MADE, _VIEWED = range(4)
+_MOST_RECIPES = 20_000
 _CHANGES_METADATA = frozenset({torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -80,14 +82,20 @@ class Recipe:
         return self.way in (_WRITTEN, _VIEWED)
 
 
+@functools.lru_cache(maxsize=4)
+def recipes_for(_choices: Any) -> dict[Any, Recipe]:
+    """Return the recipes of the process for operators that choose in one way."""
+    return {}
+
+
 class FastFakes:
     """Runs operators on the fake tensors of one mode."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, recipes: dict[Any, Recipe] | None = None) -> None:
         self.mode = mode
         # it is one for the process, and gives results in storages of another size than those it was told of
         mode.cache_enabled = False
-        self._recipes: dict[Any, Recipe] = {}
+        self._recipes: dict[Any, Recipe] = {} if recipes is None else recipes
         with mode:
             self._template = dict(torch.empty(1, device="cpu").__dict__)
 
@@ -106,8 +114,11 @@ class FastFakes:
                 return out, recipe
         if recipe is None:
             out = self._official(func, args, kwargs)
+            if len(self._recipes) >= _MOST_RECIPES:
+                self._recipes.clear()
             recipe = self._recipes[key] = _learnt(func, args, kwargs, out)
-            return out, recipe
+            # of several results the fake mode may give one twice, of which the operator makes two
+            return self._made(recipe) if recipe.way == MADE and recipe.container is not None else out, recipe
         if recipe.way == MADE:
             return self._made(recipe), recipe
         if recipe.way == _WRITTEN:
@@ -184,7 +195,7 @@ def _key(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
 def _part(value: Any) -> Any:
     kind = type(value)
     if kind is FakeTensor:
-        if value.constant is not None:
+        if value.constant is not None or value.fake_device.type != "cpu":
             return None
         return value.shape, value.stride(), value.dtype
     if kind in _PLAIN:

@@ -9,6 +9,8 @@ Rules beyond those of the ledger:
    the one that means "nothing special": True, or 1. Asked by the model itself, the step cannot be predicted: the
    answer would decide what it computes.
 3. An operator that reaches a live tensor of floats is refused: the twin must never touch what it was made from.
+4. Of a loop that treats its items alike (`memlab.runtime.rounds`) three rounds and the last are run. Where the third does
+   what the second did, and nothing of the second is left after it, those in between are noted as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from memlab.runtime.touch import own_class
 from memlab.runtime.tree import tensors_in
 from memlab.trace.fast_fakes import FastFakes, Recipe
 from memlab.trace.hidden_memory import Temporaries
-from memlab.trace.work import work_of
+from memlab.trace.work import may_cross, work_of
 from memlab.units import MIB
 
 _MOST_REAL_BYTES = 16 * MIB
@@ -50,6 +52,7 @@ _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, Unsupport
 # those of which CUDA's kernel makes the last result first
 _BACKWARDS = frozenset((_aten.native_dropout.default,))
 _DEVICE = torch.ops.prim.device.default
+_ROUNDS = 3
 
 # called with an operator and its arguments
 Inside = Callable[[Any, tuple[Any, ...], dict[str, Any]], Temporaries | None]
@@ -129,6 +132,53 @@ class Recorder(Ledger):
         if self.watching:
             kind = Kind.SELECTIVE_RERUN if selective else Kind.RERUN
             self.priced.append(Priced(self.events, Work(kernels=0, kind=kind, parts=modules), RECOMPUTE))
+
+    def rounds(self, items: Sequence[Any]) -> Iterator[Any]:
+        """Yield the items of a loop whose rounds are to be run: where nobody watches, one."""
+        if not self.watching:
+            yield from items[:1]
+            return
+        begun: list[tuple[int, int, int, int]] = []  # how much of each there is before a round
+        for number, item in enumerate(items):
+            if number <= _ROUNDS:
+                begun.append((self.events, len(self.priced), len(self.hidden), self._born))
+            left = len(items) - 1 - number
+            if number == _ROUNDS and left > 0 and self._repeat(left, *begun[1:]):
+                yield items[-1]
+                return
+            yield item
+
+    def _repeat(self, times: int, first: Sequence[int], second: Sequence[int], end: Sequence[int]) -> bool:
+        """Note the second of two rounds so many times again; False where those after it would do something else."""
+        noted: tuple[list[Any], ...] = self._events, self.priced, self.hidden
+        before, last = (
+            [each[a:b] for each, a, b in zip(noted, begin, stop, strict=False)]
+            for begin, stop in ((first, second), (second, end))
+        )
+        length, born = end[0] - second[0], end[3] - second[3]
+
+        def later(rounds: int) -> list[Any]:
+            """What the second did, as it would be so many rounds later."""
+            events, priced, hidden = last
+            at = rounds * length
+            return [
+                [(seconds, size, number + rounds * born, moment) for seconds, size, number, moment in events],
+                [Priced(each.event + at, each.work, each.moment) for each in priced],
+                [Hidden(each.begin + at, each.event + at, each.inside, each.moment) for each in hidden],
+            ]
+
+        events, *others = later(-1)
+        is_like = [event[1:] for event in events] == [event[1:] for event in before[0]] and others == before[1:]
+        left = [alive for alive in self._live.values() if alive.number > first[3]]
+        if not is_like or self.owner or any(alive.number <= second[3] for alive in left):
+            return False
+        for rounds in range(1, times + 1):
+            for each, more in zip(noted, later(rounds), strict=True):
+                each.extend(more)
+        for alive in left:
+            alive.number += times * born
+        self._born += times * born
+        return True
 
     def begin(self, holdings: Any) -> None:
         super().begin(holdings)
@@ -246,7 +296,7 @@ class Recorder(Ledger):
     def _price(
         self, recipe: Recipe | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, begin: int
     ) -> None:
-        known = None if recipe is None else recipe.cost
+        known = None if recipe is None or may_cross(func) else recipe.cost
         if known is None:
             work = work_of(func, args, kwargs, out)
             inside = self._inside(func, args, kwargs) if work is not None and self._inside else None

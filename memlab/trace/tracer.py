@@ -33,6 +33,7 @@ from memlab.runtime.model_state import State
 from memlab.runtime.modules import CacheOff, accepts_use_cache, without_global_hooks
 from memlab.runtime.own_steps import own_steps
 from memlab.runtime.rng import of_cpu_alone
+from memlab.runtime.rounds import rounds_told_to
 from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
@@ -43,8 +44,8 @@ from memlab.techniques.accumulation.probe import LEAST_ROWS, Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
 from memlab.techniques.checkpointing.checkpointing import main_blocks
 from memlab.techniques.checkpointing.rerun import reruns_told_to
-from memlab.trace.depth import FEWER, KEPT, Cut, Repeated, are_same, cut_of, deepened
-from memlab.trace.fast_fakes import FastFakes
+from memlab.trace.depth import FEWER, KEPT, Cut, are_same, cut_of, deepened, notes_of_more
+from memlab.trace.fast_fakes import FastFakes, recipes_for
 from memlab.trace.marks import Mark, MarkedEvents, marking
 from memlab.trace.recorder import Hidden, Inside, Priced, Recorder
 from memlab.trace.twin import Twin
@@ -117,9 +118,9 @@ class Tracer:
         self.twins = [self.twin, *(Twin(other, device, self.twin) for other in others)]
         # modules of the twin that are marked in passes (see `memlab.trace.marks`); None where nobody looks at marks of modules
         self.marked: Sequence[nn.Module] | None = None
-        self._fakes = FastFakes(self.twin.fake_mode)
-        # by plan: whether its passes follow from those of a few blocks. As written they are compared with the whole
-        self._follows: dict[Plan, bool] = {Plan(): True}
+        self._fakes = FastFakes(self.twin.fake_mode, recipes_for(self._choices))
+        # by plan and use of the cache: the notes on its passes, where they follow from those of a few blocks; else None
+        self._followed: dict[tuple[Plan, bool], tuple[str, ...] | None] = {}
         self._parameters = {id(p): number for number, p in enumerate(self.twin.workload.model.parameters())}
 
     def steps(self, plan: Plan) -> list[Trace]:
@@ -273,39 +274,46 @@ class Tracer:
             return False
         model = self.twin.workload.model
         has_blocks = bool(main_blocks(model))
-        with self._cut.made():
+        with self._cut.made(FEWER):
             if bool(main_blocks(model)) is not has_blocks:
                 return False
-        trace, whole = self._pass_of_cut(Plan(), None, use_cache=True), self._as_written
+        whole = self._as_written
+        self._followed[Plan(), True] = whole.notes
+        trace = self._pass_of_cut(Plan(), None, use_cache=True)
         return trace is not None and are_same(trace, whole) and trace.trained == whole.trained
 
     def _pass_of_cut(self, plan: Plan, rows: int | None, *, use_cache: bool) -> Trace | None:
         """Trace a pass of the model cut to a few blocks, as one of the whole; None where it does not follow."""
         cut, checkpointing = self._cut, plan.checkpointing
+        # with a cache there is more that could count blocks
+        settings = (plan, use_cache or self._followed.get((plan, True)) is not None)
         if checkpointing.every > 1 or checkpointing.budget_bytes is not None or plan.adapters.is_on:
             return None  # what these do to a block depends on the others
-        if cut is None or not self._follows.get(plan, True):
+        if cut is None or self._followed.get(settings, ()) is None:
             return None
         workload = self._pass_of(rows, use_cache=use_cache)
         try:
-            trace, blocks = self._short_pass(plan, workload, cut, KEPT)
-            if plan not in self._follows:
-                shorter, _ = self._short_pass(plan, workload, cut, FEWER)
-                followed = deepened(trace, blocks, FEWER - KEPT)
-                self._follows[plan] = followed is not None and are_same(followed, shorter)
+            found = self._deepened_pass(plan, workload, cut, FEWER)
+            if found is not None and settings not in self._followed:
+                longer = self._deepened_pass(plan, workload, cut, KEPT)
+                if longer is not None and are_same(found, replace(longer, notes=found.notes)):
+                    notes = notes_of_more(found.notes, longer.notes, len(cut.blocks) - KEPT)
+                    self._followed[settings] = notes
         except MemlabError:  # the whole model says why
-            self._follows[plan] = False
-        found = deepened(trace, blocks, len(cut.blocks) - KEPT) if self._follows[plan] else None
-        if found is None or trace.is_decided:
+            found = None
+        notes = self._followed.setdefault(settings, None)
+        if found is None or found.is_decided or notes is None:
             return None
         alike = zip(*(block.parameters() for block in cut.blocks[1:]), strict=True)
         numbers = ([self._parameters[id(p)] for p in each] for each in alike)
-        trained = (each for each in numbers if each[0] in trace.trained)
-        return replace(found, trained=trace.trained.union(*trained))
+        trained = (each for each in numbers if each[0] in found.trained)
+        return replace(found, trained=found.trained.union(*trained), notes=notes)
 
-    def _short_pass(self, plan: Plan, workload: Workload, cut: Cut, kept: int) -> tuple[Trace, Repeated]:
+    def _deepened_pass(self, plan: Plan, workload: Workload, cut: Cut, kept: int) -> Trace | None:
+        """Trace a pass of so many blocks, as one of all but for notes and what trains; None where that does not follow."""
         with cut.made(kept), self._session(plan) as (session, seen):
-            return self._one_pass(session, seen, workload, cut), cut.repeated(seen.recorder)
+            trace, blocks = self._one_pass(session, seen, workload, cut), cut.repeated(seen.recorder)
+        return deepened(trace, blocks, len(cut.blocks) - kept)
 
     def passes_in_parts(self, plan: Plan) -> tuple[Trace, Trace]:
         """Trace the first pass of a batch that accumulation splits, and one like all that follow."""
@@ -490,7 +498,8 @@ class Tracer:
         try:
             known = own_steps() if is_known else nullcontext()
             reruns = reruns_told_to(recorder.price_rerun)
-            with _undisturbed(), self._choices.entered(), known, reruns, ExitStack() as stack:
+            told = rounds_told_to(recorder.rounds)
+            with _undisturbed(), self._choices.entered(), known, reruns, told, ExitStack() as stack:
                 for model in models:
                     _watch(model, recorder, stack)
                 way_back: list[torch.Tensor] = []  # what a change of a live plan keeps until it has succeeded

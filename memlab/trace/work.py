@@ -33,6 +33,12 @@ _Pricer = Callable[[_Args, Mapping[str, Any], Any], Work | None]
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
+@functools.cache
+def may_cross(func: Any) -> bool:
+    """Return whether an operator's work depends on where its tensors are kept, on the device or off it."""
+    return getattr(getattr(func, "_schema", None), "name", "") in _COPIES
+
+
 def work_of(func: Any, args: _Args, kwargs: Mapping[str, Any], out: Any) -> Work | None:
     """The work of an operator call, on real or fake tensors.
 

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from memlab.extras import require
+from memlab.hardware.host import host_bytes
 from memlab.units import GIB
 
 # parameters by width, heads and layers; rows and tokens of a batch; entries of the vocabulary
 _SIZES = {
-    "one core": {"layers": 4, "width": 128, "heads": 4, "rows": 8, "tokens": 96, "vocabulary": 2000},
+    "small CPU": {"layers": 4, "width": 128, "heads": 4, "rows": 8, "tokens": 96, "vocabulary": 2000},
     "cpu": {"layers": 6, "width": 192, "heads": 6, "rows": 8, "tokens": 96, "vocabulary": 4000},
     "small GPU": {"layers": 12, "width": 768, "heads": 12, "rows": 8, "tokens": 512, "vocabulary": 8000},
     "large GPU": {"layers": 24, "width": 1024, "heads": 16, "rows": 16, "tokens": 1024, "vocabulary": 16000},
 }
 _LARGE_BYTES = 30 * GIB
+_SMALL_HOST_BYTES = 4 * GIB  # below it, a chapter is to need no more than one
 _FILES = 60
 
 
@@ -80,7 +82,9 @@ def here() -> Here:
         8
     """
     kind = _kind()
-    size = "one core" if kind == "cpu" and torch.get_num_threads() == 1 else kind
+    granted = host_bytes()
+    is_small = torch.get_num_threads() == 1 or (granted is not None and granted < _SMALL_HOST_BYTES)
+    size = "small CPU" if kind == "cpu" and is_small else kind
     return Here(kind, torch.device("cpu" if kind == "cpu" else "cuda"), **_SIZES[size])
 
 

@@ -273,6 +273,7 @@ MISTRAL = Table(
     (
         Line("--checkpoint", 72.971724288, Case(mistral_7b, "--checkpoint"), speed=2775.237),
         Line(f"--checkpoint {_ADAPTERS}", 26.108963328, Case(mistral_7b, f"--checkpoint {_ADAPTERS}"), speed=3597.611),
+        Line(f"--checkpoint {_ADAPTERS} --base nf4", 15.860019712, Case(mistral_7b, f"--checkpoint {_ADAPTERS} --base nf4")),
     ),
     "Most bytes allocated, in 10⁹, of transformers' Trainer with gradient checkpointing (2024). The first peak is in AdamW's step, the "
     "second in the loss. Not put back: transformers of then shifted the logits in a copy.",

@@ -20,7 +20,7 @@ saves nothing. Two techniques that reduce the same category do not add up.
 | temporaries, in the loss | `--chunk-loss`, `--accumulate N` |
 | optimizer state | `--offload optimizer`, `--adam8bit`, `--optim adafactor`, `--lora` |
 | gradients | `--release-grads`, `--precision pure-bf16`, `--lora` |
-| parameters | `--offload params`, `--precision pure-bf16`, `--nproc P --scale fsdp2` |
+| parameters | `--offload params`, `--offload frozen`, `--lora --base nf4`, `--precision pure-bf16`, `--nproc P --scale fsdp2` |
 | other tensors | on a GPU: what is no part of the loop; `del` models and data of the notebook that are not needed, or move them with `.cpu()` |
 | unused but reserved | on a GPU: fragmentation; fewer sizes, or `PYTORCH_ALLOC_CONF=expandable_segments:True` before the kernel starts |"""
 _FOOT = """## Ask instead of guessing

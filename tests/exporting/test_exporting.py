@@ -41,6 +41,9 @@ EXACT = [
     "--tile 2 --checkpoint --accumulate 2",
     "--offload params",
     "--offload params:disk,optimizer",
+    "--offload frozen,activations",
+    "--lora r=8 --base nf4",
+    "--lora r=8 --base int8",
     "--release-grads",
     "--release-grads --accumulate 4",
     "--release-grads --checkpoint --offload optimizer",
@@ -345,6 +348,10 @@ def test_trainer_workaround_names_an_attribute_trainer_has() -> None:
 def test_trainer_says_what_it_has_no_argument_for() -> None:
     text = export(Plan.parse("--offload optimizer,activations:disk --chunk-loss --precision pure-bf16"), "trainer")
     assert "cannot offload parameters" in export(Plan.parse("--offload params"), "trainer")
+    for target in ("torch", "trainer", "accelerate", "deepspeed"):
+        assert "frozen models stay on the device: accelerate.cpu_offload(" in export(
+            Plan.parse("--offload frozen"), target
+        )
     for word in ("cannot offload optimizer state", "cannot chunk the loss", "nothing for files", "def to_bf16"):
         assert word in text
 

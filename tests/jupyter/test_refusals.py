@@ -25,7 +25,7 @@ from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
 FLAGS = (
     "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --tile, --lora, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --nproc, --quiet, --help"
+    "--gradients, --release-grads, --tile, --lora, --base, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --nproc, --quiet, --help"
 )
 
 
@@ -93,7 +93,7 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--optimizer ''", "--optimizer needs a value: --optimizer NAME"),
         ("--budget ''", "--budget needs a value: --budget SIZE"),
         ("--capacity 8GiB --capacity 9GiB", "--capacity is given twice (8GiB and 9GiB); give one of them"),
-        ("--offload ,", "--offload ,: allowed are optimizer, activations, params"),
+        ("--offload ,", "--offload ,: allowed are optimizer, activations, params, frozen"),
         ("--fp16 --bf16", "--fp16 and --bf16 both set the precision; give one of them"),
         (
             "--optim sgd --offload optimizer",
@@ -107,12 +107,12 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
         (
             "--keep presicion",
-            "--keep presicion: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, scale, and the flags "
+            "--keep presicion: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, base, scale, and the flags "
             "that set them; did you mean precision?",
         ),
         (
             "--keep precision --keep speed",
-            "--keep speed: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, scale, and the flags "
+            "--keep speed: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, base, scale, and the flags "
             "that set them",
         ),
         (
@@ -383,7 +383,7 @@ def test_missing_bitsandbytes(made: Cell, unchanged: Any, monkeypatch: pytest.Mo
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
     said = refused(made, unchanged, "%%memfit --adam8bit")
     assert said == (
-        "8-bit Adam needs bitsandbytes, which is not installed: pip install 'memlab[lab]' (or pip install bitsandbytes)"
+        "8-bit Adam or NF4 needs bitsandbytes, which is not installed: pip install 'memlab[lab]' (or pip install bitsandbytes)"
     )
 
 

@@ -57,7 +57,7 @@ def test_llama_3b_on_an_a100() -> None:
 def test_mistral_7b_and_its_adapters_on_an_a100() -> None:
     rows = predicted(MISTRAL)
 
-    assert [row.error for row in rows] == pytest.approx([0, 0], abs=0.05)
+    assert [row.error for row in rows] == pytest.approx([0, 0, 0], abs=0.05)
 
 
 def test_a_gpt_written_operator_by_operator_and_of_torchs_layers() -> None:

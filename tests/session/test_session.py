@@ -33,6 +33,7 @@ from memlab.session.snapshot import Snapshot
 from memlab.techniques import TECHNIQUES
 from memlab.techniques.accumulation import micro_outputs
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.offload.spill import is_spilled
 from memlab.techniques.tiling import tiling
 from tests.helpers.fingerprint import differing, fingerprint
 from tests.helpers.snapshots import changed_between
@@ -685,13 +686,15 @@ class TestSwitching:
         monkeypatch.setattr(tiling, "LARGE_BYTES", 1)
         model = gpt2()
         optimizer = torch.optim.AdamW(model.parameters())
-        workload = Workload(model, optimizer)
+        workload, beside = Workload(model, optimizer), nn.Linear(64, 64).requires_grad_(False)
         plan = (
-            "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params "
+            "--accumulate 2 --checkpoint --precision pure-bf16 --adam8bit --offload activations,optimizer,params,frozen "
             "--chunk-loss --release-grads --tile 2 --lora r=2"
         )
         if kind.traits.is_engine:
             plan = "--scale fsdp2"
+        if kind.field == "base":
+            plan = "--lora r=2 --base int8"
         if kind.field == "batchnorm":
             model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
             workload = Workload(model, torch.optim.AdamW(model.parameters()))
@@ -706,6 +709,8 @@ class TestSwitching:
             monkeypatch.setattr(kind, "attach_model", failing)
             fit(workload, plan)
         assert sessions() == ()
+        assert not beside._forward_hooks
+        assert not is_spilled(beside.weight.untyped_storage())
 
 
 _LOSSLESS = st.fixed_dictionaries(

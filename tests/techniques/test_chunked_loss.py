@@ -562,3 +562,26 @@ def test_a_compiled_function_whose_batch_is_marked_dynamic_goes_on() -> None:
         return losses
 
     assert trained("--chunk-loss") == pytest.approx(trained(""), rel=1e-6)
+
+
+def test_pure_bf16_never_has_the_logits_in_memory() -> None:
+    model = gpt2(vocabulary=4000)
+    ids = torch.randint(0, 4000, (32, 16), generator=torch.Generator().manual_seed(0))
+    workload = Workload(model, torch.optim.AdamW(model.parameters()), batch={"input_ids": ids, "labels": ids})
+    whole, tiles = (
+        measure(workload, f"--precision pure-bf16{chunked}").peak_allocated_bytes for chunked in ("", " --chunk-loss")
+    )
+    logits_bytes = 4 * ids.numel() * 4000
+    assert whole - tiles >= 2 * logits_bytes
+    assert predict(workload, "--precision pure-bf16 --chunk-loss").peak_allocated_bytes == tiles
+
+
+def test_a_loss_of_pure_bf16_is_refused_once_weights_are_whole_again() -> None:
+    model = gpt2(vocabulary=4000)
+    ids = torch.randint(0, 4000, (4, 16), generator=torch.Generator().manual_seed(0))
+    with fit(Workload(model, torch.optim.AdamW(model.parameters())), "--precision pure-bf16 --chunk-loss"):
+        loss = model(input_ids=ids, labels=ids).loss
+    with pytest.raises(
+        RefusalError, match=r"^precision: this was computed with weights in pure bf16, which was taken off"
+    ):
+        loss.backward()

@@ -676,7 +676,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     with pytest.raises(MissingExtraError) as missing:
         techniques_of(EIGHT_BIT)[0].check_optimizer(adamw(mlp()))
     assert str(missing.value) == (
-        "8-bit Adam needs bitsandbytes, which is not installed: pip install 'memlab[lab]' (or pip install bitsandbytes)"
+        "8-bit Adam or NF4 needs bitsandbytes, which is not installed: pip install 'memlab[lab]' (or pip install bitsandbytes)"
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from memlab import Workload
 from memlab.plan import Plan
 from memlab.predicting.targets import target_for
-from memlab.trace.depth import are_same, cut_of
+from memlab.trace.depth import are_same, cut_of, notes_of_more
 from memlab.trace.tracer import Tracer
 from tests.techniques.models import gpt2, ragged_batch
 
@@ -27,6 +27,14 @@ def language_model(layers: int = 6) -> Workload:
 def tracer_of(workload: Workload, device: str | None = None) -> Tracer:
     target = target_for(workload, device)
     return Tracer(workload, target.device, target.choices)
+
+
+def llama(layers: int) -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes)).train()
+    return Workload(model, torch.optim.AdamW(model.parameters()), batch=ragged_batch(VOCABULARY, rows=4))
 
 
 class Tower(nn.Module):
@@ -74,6 +82,42 @@ def test_what_is_done_for_each_block_after_the_last_is_seen(device: str | None) 
     assert tracer._is_cut_exact
     assert tracer._pass_of_cut(plan, None, use_cache=True) is None
     assert are_same(tracer.one_pass(plan), tracer._pass_of_all(plan))
+
+
+def test_a_cache_that_keeps_blocks_apart_does_so_where_it_is_used() -> None:
+    tracer, plan = tracer_of(language_model()), Plan.parse("--bf16")
+    assert tracer._is_cut_exact
+    assert tracer._pass_of_cut(plan, None, use_cache=True) is None
+    found = tracer._pass_of_cut(plan, None, use_cache=False)
+    assert found is not None
+    assert are_same(found, tracer._pass_of_all(plan, use_cache=False))
+
+
+@pytest.mark.parametrize("flags", ["", "--checkpoint", "--checkpoint --bf16"])
+def test_blocks_whose_first_gradient_comes_before_their_last_activation_goes(flags: str) -> None:
+    """The end of the second block's backward pass then runs with the first's."""
+    tracer, plan = tracer_of(llama(layers=6), "A100 80GB"), Plan.parse(flags)
+    assert tracer._is_cut_exact
+    found = tracer._pass_of_cut(plan, None, use_cache=False)
+    assert found is not None
+    assert are_same(found, tracer._pass_of_all(plan, use_cache=False))
+
+
+def test_notes_that_count_blocks_count_all() -> None:
+    model = gpt2(VOCABULARY, layers=6, width=256)  # from 1 MiB on weights are tiled
+    tracer = tracer_of(Workload(model, torch.optim.AdamW(model.parameters()), batch=ragged_batch(VOCABULARY, rows=4)))
+    assert tracer._is_cut_exact
+    for rows in (None, 2):
+        found = tracer._pass_of_cut(Plan.parse("--tile 2"), rows, use_cache=False)
+        assert found is not None
+        assert found.notes == ("in 2 tiles: 6 feed-forward parts over rows",)
+        assert are_same(found, tracer._pass_of_all(Plan.parse("--tile 2"), rows, use_cache=False))
+
+
+def test_notes_that_differ_in_words_do_not_follow() -> None:
+    assert notes_of_more(["3 of 1,024"], ["4 of 1,024"], 8) == ("12 of 1,024",)
+    assert notes_of_more(["none"], ["4 of 1,024"], 8) is None
+    assert notes_of_more([], ["4 of 1,024"], 8) is None
 
 
 @pytest.mark.parametrize("does", [{"changes_in_the_fifth": True}, {"goes_through_all": True}])

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memlab.plan import Plan
 from memlab.predicting.targets import target_for
-from memlab.trace.fast_fakes import FastFakes, Recipe
+from memlab.trace.fast_fakes import FastFakes, Recipe, recipes_for
 from memlab.trace.tracer import Trace, Tracer
 from tests.predicting.families import FAMILIES, family
 
@@ -110,6 +110,20 @@ def test_recipes_learnt_at_one_size_do_not_serve_another() -> None:
     fast, official = tracers("gpt2")
     for rows in (8, 4, 1, 4):
         assert_alike(fast.one_pass(Plan(), rows), official.one_pass(Plan(), rows))
+
+
+def test_recipes_serve_later_traces_of_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes_for.cache_clear()
+    tracers("gpt2")[0].one_pass(Plan())
+    asked: list[Any] = []
+    official = FastFakes._official
+    monkeypatch.setattr(
+        FastFakes, "_official", lambda fakes, func, *given: asked.append(func) or official(fakes, func, *given)
+    )
+    tracers("gpt2")[0].one_pass(Plan())
+    assert _aten.addmm.default not in asked
+    tracers("gpt2", "A100 80GB")[0].one_pass(Plan())
+    assert _aten.addmm.default in asked
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])

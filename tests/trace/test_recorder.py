@@ -335,3 +335,15 @@ def test_attention_by_its_formula_keeps_what_torchs_function_does(mode: FakeTens
     assert [change for change in changes if change > 0] == births
     assert -128 not in changes[: changes.index(512)]  # the query
     del out
+
+
+def test_a_copy_off_the_device_costs_its_way_though_one_on_it_came_before(
+    mode: FakeTensorMode, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, here, away = (fake(mode, 64) for _ in range(3))
+    kept = away.untyped_storage()._cdata
+    monkeypatch.setattr("memlab.trace.work.is_spilled", lambda storage: storage._cdata == kept)
+    with recorder:
+        for target in (here, away, here):
+            target.copy_(source)
+    assert [each.work.host_bytes for each in recorder.priced] == [0, source.nbytes, 0]

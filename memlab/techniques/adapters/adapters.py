@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MissingExtraError, RefusalError
 from memlab.extras import available, require
-from memlab.plan import Plan
+from memlab.plan import BaseBits, Plan
 from memlab.runtime.mechanisms import AsWritten, ChangedParameters, OwnMemory, Turns
 from memlab.runtime.model_state import weights_that_wait
 from memlab.runtime.ownership import stepped_by
@@ -55,9 +55,9 @@ class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
     descriptions = (
         Description(
             "--lora",
-            "gradients and moments of all weights but those of the adapters, which are 1 % of a large model or less",
+            "gradients and moments of all weights but the adapters', 1 % of a large model or less",
             "two small products per layer; what waits of the optimizer is on the host",
-            "the same outputs when it comes; then another training run, in which adapters learn. Undone to the bit",
+            "the same outputs when it comes; then adapters learn. Undone to the bit",
             "where activations are most of the peak; refused for models without linear layers, or with adapters of their own",
         ),
         Description(
@@ -90,6 +90,17 @@ class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
                 what = "merge into the weights" if self._asked.what_was_learnt == "merge" else "drop"
                 raise RefusalError(
                     FIELD, f"no adapters of {workload.name} have learnt anything to {what}", "train some with --lora"
+                )
+            if (
+                known is not None
+                and self._asked.what_was_learnt == "merge"
+                and known.learnt_beside is not BaseBits.KEEP
+            ):
+                raise RefusalError(
+                    FIELD,
+                    f"what adapters of {workload.name} learnt beside weights in {known.learnt_beside} does not fit the weights as they were, "
+                    "and cannot be merged into them",
+                    "use --lora off (it waits beside the model), --lora off:drop, or memlab.save_adapters(model, folder)",
                 )
             return
         require("peft")
@@ -174,7 +185,7 @@ class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
             size = format_bytes(sum(p.numel() * p.element_size() for p in adapters.parameters()))
             self.host.say(
                 f"what adapters learnt in {adapters.learnt_in} waits beside {workload.name} ({size}): in the next plan --lora {adapters.setting} "
-                "brings it back, --lora off:merge adds it to the weights, --lora off:drop drops it"
+                f"brings it back, {adapters.merging}--lora off:drop drops it"
             )
         held = set().union(*map(stepped_by, workload.optimizers))
         missing = sum(id(p) not in held for p in self._frozen.values())
@@ -231,6 +242,8 @@ class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
         # several optimizers may have some, and make one step together
         if next((each for each in self._groups if not own.isdisjoint(stepped_by(each))), optimizer) is optimizer:
             self._adapters.stepped()
+            if self.plan.base is not BaseBits.KEEP:
+                self._adapters.learnt_beside = self.plan.base
 
     @property
     def host_bytes(self) -> int:

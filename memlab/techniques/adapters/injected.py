@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import RefusalError, WorkloadError
 from memlab.extras import require
-from memlab.plan import Adapters
+from memlab.plan import Adapters, BaseBits
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.rng import RandomState
 from memlab.techniques.adapters.targets import FIELD, written_for_peft
@@ -45,6 +45,7 @@ class InjectedAdapters:
     def __init__(self, model: nn.Module, setting: Adapters, names: Collection[str]) -> None:
         self.setting = setting
         self.steps = 0  # updates since they were made
+        self.learnt_beside = BaseBits.KEEP  # what the frozen weights were in when they learnt
         self.frozen: dict[int, Parameter] = {}  # by id, what does not train while they are in the model
         self.of_frozen = Waiting()  # gradients and optimizer state of these
         self.waiting = Waiting()  # their gradients and optimizer state, while they are not in the model
@@ -122,6 +123,12 @@ class InjectedAdapters:
     def learnt_in(self) -> str:
         """Return in how many steps they have learnt, in words."""
         return f"{self.steps} step{'s' * (self.steps != 1)}"
+
+    @property
+    def merging(self) -> str:
+        """Return how what they have learnt is merged, as a part of a sentence; empty where it cannot be."""
+        can_merge = self.learnt_beside is BaseBits.KEEP
+        return "--lora off:merge adds it to the weights, " if can_merge else ""
 
     def describe(self, model: nn.Module) -> str:
         """Return how many there are, on what, and how much of the model trains, in words."""
@@ -212,11 +219,11 @@ class InjectedAdapters:
 
     def copied(self) -> Callable[[], None]:
         """Copy what training changes of them; return what puts it back."""
-        steps, values = self.steps, [self.waiting.away(p.data) for p in self.parameters()]
+        counts, values = (self.steps, self.learnt_beside), [self.waiting.away(p.data) for p in self.parameters()]
         waiting = [each.copied() for each in (self.waiting, self.of_frozen)]
 
         def restore() -> None:
-            self.steps = steps
+            self.steps, self.learnt_beside = counts
             for parameter, value in zip(self.parameters(), values, strict=True):
                 parameter.data.copy_(value)
             for put_back in waiting:

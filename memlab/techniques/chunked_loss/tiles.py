@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from memlab.runtime.autocast import autocast_as_before
+from memlab.runtime.rounds import rounds
 from memlab.units import MIB
 
 # logits of one tile take about this much, in fp32; of a small batch less, so that a tile is small beside the whole
@@ -122,7 +123,7 @@ class _TiledRows(torch.autograd.Function):
                 with around:
                     out = ctx.function(logits, *others)
                 return (None, None, *derived(out, gradients[0], hidden, weight, bias), *(None for _ in others))
-            for tile in head.tiles():
+            for tile in rounds(head.tiles()):
                 logits = head.logits(tile).requires_grad_()
                 with torch.enable_grad(), around:
                     out = ctx.function(logits, *(each[tile] for each in others))
@@ -150,7 +151,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(head.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         with autocast_as_before(), torch.autocast(hidden.device.type, enabled=False):
-            for tile in head.tiles():
+            for tile in rounds(head.tiles()):
                 loss, of_logits = _tile_loss(head.logits(tile).to(wide), target[tile], ignore_index)
                 total += loss
                 made.add(head, tile, of_logits)
@@ -186,9 +187,9 @@ class _Head:
         self._bias = _cast(bias, self.dtype)
         self._hidden = hidden
 
-    def tiles(self) -> Iterator[slice]:
+    def tiles(self) -> list[slice]:
         total, rows = self._hidden.shape[0], _tile_rows(self._hidden.shape[0], self.weight.shape[0])
-        yield from (slice(start, start + rows) for start in range(0, max(1, total), rows))
+        return [slice(start, start + rows) for start in range(0, max(1, total), rows)]
 
     def hidden(self, tile: slice) -> torch.Tensor:
         return self._hidden[tile].to(self.dtype)

@@ -31,7 +31,7 @@ from memlab.plan import Offloaded, Plan
 from memlab.runtime.dispatch import WritesWatch, never_compile
 from memlab.runtime.graphs import are_saved_by_hooks_of_the_loop
 from memlab.runtime.lazy import as_saved
-from memlab.runtime.lifetimes import called_while_alive, storage_of
+from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.mechanisms import OwnMemory, SeenInCalls
 from memlab.runtime.workload import Workload
 from memlab.techniques.base import Description, ModelCall, Reduces, Traits
@@ -346,7 +346,7 @@ class OffloadActivations(Offload, SeenInCalls, OwnMemory):
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         self._model = workload.model
-        self.spill = Spill(self._tier(workload.device), pooled=True, say=called_while_alive(self.notes.once))
+        self.spill = Spill(self._tier(workload.device), pooled=True, say=self.notes.once)
         self._reads_in_place = workload.device.type == "cpu"
         self._is_twin = not workload.has_values
         undo.callback(self._forget_pool)
@@ -385,7 +385,7 @@ class OffloadActivations(Offload, SeenInCalls, OwnMemory):
 
     def trial_over(self) -> None:
         if self.spill is not None and self._model is not None:
-            self.spill = Spill(self.spill.tier, pooled=True, say=called_while_alive(self.notes.once))
+            self.spill = Spill(self.spill.tier, pooled=True, say=self.notes.once)
 
     @property
     def host_bytes(self) -> int:

@@ -21,7 +21,7 @@ are kept as notes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from memlab.runtime.accelerator import has_streams
+from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import without_cached_casts
 from memlab.runtime.backward import is_in_backward
 from memlab.runtime.callers import handed_over
@@ -44,6 +45,8 @@ from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import WhileAlive, is_shared, storage_of
 from memlab.runtime.stand_ins import keep_out_of_copies
+from memlab.runtime.state_layers import SMALL_ELEMENTS
+from memlab.runtime.touch import own_class
 from memlab.techniques.offload.spill import PLAIN, Spill, is_dense
 from memlab.techniques.offload.transfers import CopyStreams, SideStreams, Ticket
 
@@ -94,6 +97,18 @@ class ParameterCopies:
 def fills_its_storage(tensor: torch.Tensor) -> bool:
     """Return whether nothing else is in a tensor's storage."""
     return is_dense(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def can_rest(parameter: nn.Parameter, device: torch.device) -> bool:
+    """Return whether a parameter of a device is large enough to leave it, plain, and alone in its storage."""
+    return (
+        own_class(parameter) in PLAIN
+        and parameter.layout is torch.strided
+        and parameter.numel() >= SMALL_ELEMENTS
+        and parameter.device == device
+        and not is_in_shared_memory(parameter)
+        and fills_its_storage(parameter)
+    )
 
 
 # --- what rests, and what of it is in use -----------------------------------------------------------
@@ -168,12 +183,17 @@ class BlockStreaming:
         spill: Spill,  # where they rest
         # called with each parameter that a block uses while gradients are recorded
         on_use: Callable[[nn.Parameter], None] = lambda _parameter: None,
+        # further modules that are used by themselves, which nothing is fetched ahead for; each with where it has parameters
+        others: Sequence[tuple[nn.Module, Sequence[_Slot]]] = (),
     ) -> None:
         self.link, self.spill = link, spill
         # called at the end of a backward pass that `settles_after_backward` was told of
         self.backward_ended: Callable[[], None] = _nothing
         self.on_use = on_use
-        self._slots = {id(block): list(slots_of(block)) for block in blocks}
+        # called with parameters that are about to be used on the device, and that are at rest again
+        self.arrived: Callable[[Sequence[nn.Parameter]], None] = _let_be
+        self.left: Callable[[Sequence[nn.Parameter]], None] = _let_be
+        self._slots = {id(block): list(slots_of(block)) for block in blocks} | {id(m): [*slots] for m, slots in others}
         self._places = {id(block): place for place, block in enumerate(blocks)}
         self._blocks = list(blocks)
         self._at_rest: dict[int, torch.Tensor] = {}  # by the storage at rest
@@ -181,7 +201,7 @@ class BlockStreaming:
         self._in_use: set[int] = set()
         # by the storage at rest, what a forward has written to past its version (`.data`): seen in the first one of a block
         self._written: set[int] = set()
-        self._watched: set[int] = set()  # blocks that have had one
+        self._watched: set[tuple[int, bool]] = set()  # blocks that have had one, and whether with gradients
         self._graph_task = -1  # the backward pass at whose end there is something to do
         self._open: list[tuple[int, ExitStack]] = []  # blocks whose forward is under way
         self._ahead: dict[int, Ticket] = {}  # by the storage at rest; on the way for the next block
@@ -197,6 +217,25 @@ class BlockStreaming:
         self._at_rest[storage_of(stored)] = stored
         self._most_ahead_bytes = max(self._most_ahead_bytes, stored.nbytes)
         parameter.data = stored
+
+    def bring_back(self, parameter: nn.Parameter, *, is_held: bool) -> None:
+        """Have a parameter without a gradient at rest on the device again, and stream it no longer.
+
+        One whose values at rest the loop holds stays there, where that is the device's own memory: the loop would hold something else.
+        """
+        stored, gradient = self.resting(parameter), parameter.grad
+        if stored is None:
+            return
+        if is_held and stored.device == self.link.device:
+            self.forget(parameter)
+            return
+        data = ParameterCopies.fetch(self.link, stored).wait()  # whatever a link makes of copies that are in use
+        if gradient is not None and gradient.device != self.link.device:
+            gradient = gradient.to(self.link.device)
+        self.forget(parameter)
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = gradient
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Stream a parameter no longer."""
@@ -230,28 +269,32 @@ class BlockStreaming:
             self._in_use.discard(id(block))
 
     @contextmanager
-    def _present(self, guests: Sequence[_Guest]) -> Iterator[None]:
+    def _present(self, guests: Sequence[_Guest], written: Collection[int] = ()) -> Iterator[None]:
         try:
             for guest in guests:
                 guest.parameter.data = guest.copy
                 self._copies.keep(guest.copy.untyped_storage(), _Known(guest.stored, guest.copy.dtype))
+            self.arrived([guest.parameter for guest in guests])
             yield
         finally:
             for guest in guests:
                 self._copies.forget(guest.copy.untyped_storage())
-                guest.leave(was_written=storage_of(guest.stored) in self._written)
+                was_written = storage_of(guest.stored) in self._written or id(guest.parameter) in written
+                guest.leave(was_written=was_written)
+            self.left([guest.parameter for guest in guests])
 
     @contextmanager
-    def lent(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def lent(self, parameters: Sequence[nn.Parameter], written: Collection[int] = ()) -> Iterator[None]:
         """Parameters are on the device for a function of the loop's own, and stay there as long as it holds what it got.
 
-        Where there is no room they are used where they rest.
+        Where there is no room they are used where they rest. The function writes to those of the ids in `written`, and maybe to
+        others.
         """
         guests: list[_Guest] = []
         with ExitStack() as use:
             with suppress(torch.OutOfMemoryError):
                 guests = self._arrived(parameters)
-            use.enter_context(self._present(guests))
+            use.enter_context(self._present(guests, written))
             if torch.is_grad_enabled():
                 use.enter_context(_noting(self._noted, self._restored))
             yield
@@ -277,17 +320,21 @@ class BlockStreaming:
         undo.callback(block.register_forward_hook(partial(self._ended, block), always_call=True).remove)
 
     def begin(self, block: nn.Module) -> None:
-        """A block is about to run its forward."""
+        """A block is about to run its forward; of one within another, all is there."""
+        if all(self.resting(parameter) is None for parameter in _distinct(self._slots[id(block)])):
+            self._open.append((id(block), ExitStack()))
+            return
         with ExitStack() as use:
             use.enter_context(self.in_use(block))
-            if torch.is_grad_enabled() and not why_as_written():  # else there are no hooks on saved tensors
+            records, is_as_written = torch.is_grad_enabled(), bool(why_as_written())
+            if records and not is_as_written:  # else there are no hooks on saved tensors
                 use.enter_context(_noting(self._noted, self._restored))
                 if _autocast_dtype(self.link.device) is not None:
                     use.enter_context(without_cached_casts(self.link.device.type))
                     use.enter_context(_Casts(self._copies, self.link.device))
-                if id(block) not in self._watched:
-                    self._watched.add(id(block))
-                    use.enter_context(WritesWatch(self._is_written))
+            if (id(block), records) not in self._watched and not is_as_written:
+                self._watched.add((id(block), records))
+                use.enter_context(WritesWatch(self._is_written))
             self._open.append((id(block), use.pop_all()))
 
     def _is_written(self, tensor: torch.Tensor) -> None:
@@ -303,7 +350,7 @@ class BlockStreaming:
                 use.close()
 
     def _ended(self, block: nn.Module, *_: Any) -> None:
-        with deferred_interrupts():
+        with deferred_interrupts(), torch._C.DisableTorchFunction():
             self.end(block)
 
     @contextmanager
@@ -315,6 +362,11 @@ class BlockStreaming:
         finally:
             while len(self._open) > begun:  # a Ctrl-C passes hooks by
                 self._open.pop()[1].close()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a block's forward is under way."""
+        return bool(self._open)
 
     def pass_ended(self) -> None:
         """A forward or backward pass is over: nothing is on its way, and what is at rest may be read and written."""
@@ -342,8 +394,10 @@ class BlockStreaming:
     def _look_ahead(self, block: nn.Module) -> None:
         """Begin to fetch the block that comes next: the one before, when a backward pass recomputes."""
         is_backward = is_in_backward()
-        place = self._places[id(block)] + (-1 if is_backward else 1)
         self._ahead.clear()
+        if id(block) not in self._places:
+            return
+        place = self._places[id(block)] + (-1 if is_backward else 1)
         if not 0 <= place < len(self._blocks):
             return
         for parameter in _distinct(self._slots[id(self._blocks[place])]):
@@ -399,7 +453,10 @@ class _Begins:
         self._streaming, self._block = streaming, block
 
     def __call__(self, *_: Any) -> None:
-        with deferred_interrupts():
+        with (
+            deferred_interrupts(),
+            torch._C.DisableTorchFunction(),
+        ):  # copies are none of the loop's functions, as a tape has them
             self._streaming.begin(self._block)
 
     def in_use(self) -> AbstractContextManager[None]:
@@ -422,6 +479,10 @@ def _distinct(slots: Iterable[_Slot]) -> list[nn.Parameter]:
 
 
 def _nothing() -> None:
+    return None
+
+
+def _let_be(_parameters: Sequence[nn.Parameter]) -> None:
     return None
 
 

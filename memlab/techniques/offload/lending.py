@@ -26,7 +26,7 @@ from memlab.runtime.backward import is_in_backward
 from memlab.runtime.callers import is_memlab_code, module_of
 from memlab.runtime.lifetimes import gradient_is_held, is_saved, is_shared
 from memlab.runtime.mechanisms import Turns
-from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values
+from memlab.runtime.touch import SET_DATA, SET_GRAD, WatchedTensors, uses_values, written_in_place
 from memlab.techniques.offload.block_streaming import BlockStreaming, fills_its_storage
 from memlab.techniques.offload.spill import PLAIN
 
@@ -112,7 +112,9 @@ class Lending(WatchedTensors, Turns):
                 return function(*args, **kwargs)
         parameters: Any = self._watched_in(args, kwargs)
         self.rest_again(list(self._lent.values()))
-        with self._left(args, kwargs), self._streaming.lent(parameters):
+        # versions do not say it of every function: of those of lists some kernels leave them alone
+        written = {*map(id, written_in_place(function, args, kwargs))}
+        with self._left(args, kwargs), self._streaming.lent(parameters, written):
             result = function(*args, **kwargs)
         self._lent |= {id(p): p for p in parameters if self._streaming.resting(p) is None}
         return result

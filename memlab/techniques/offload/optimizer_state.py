@@ -28,7 +28,6 @@ from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.accelerator import has_streams, is_accelerator
 from memlab.runtime.homes import home_of
-from memlab.runtime.lifetimes import called_while_alive
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.optimizer_step import foreign_stepper
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -260,7 +259,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
 
     def _spill(self, device: torch.device) -> Spill:
         tier = self._tier(device)
-        return self._spills.setdefault(tier, Spill(tier, say=called_while_alive(self.notes.once)))
+        return self._spills.setdefault(tier, Spill(tier, say=self.notes.once))
 
     def _forget(self, optimizer: Optimizer) -> None:
         settle()

@@ -33,13 +33,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision
-from memlab.runtime.accelerator import name_of, takes_other_data
-from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.backward import is_added, is_in_backward
 from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
@@ -55,7 +52,7 @@ from memlab.techniques.base import HOLDS_GRADIENTS, Description, ModelCall, Redu
 from memlab.techniques.offload.block_streaming import (
     BlockStreaming,
     ParameterCopies,
-    fills_its_storage,
+    can_rest,
     slots_of,
 )
 from memlab.techniques.offload.lending import Lending, set_gradient
@@ -110,12 +107,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
                 f"params need a newer torch than {torch.__version__}, which cannot tell whose hooks on saved tensors are in force",
                 "update torch, or use --offload optimizer,activations",
             )
-        if not isinstance(next(workload.model.parameters()), FakeTensor) and not takes_other_data(workload.device):
-            raise RefusalError(
-                self.field,
-                f"params: torch lets no parameter on {name_of(workload.device)} have its values elsewhere",
-                "use --offload optimizer,activations",
-            )
+        self._check_parameters_move(workload)
         if process_count() > 1:
             raise RefusalError(
                 self.field,
@@ -177,7 +169,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
             )
         self._parameters = parameters
         link = ParameterCopies(parameters[0].device)
-        self._spill = Spill(self._tier(workload.device), say=called_while_alive(self.notes.once))
+        self._spill = Spill(self._tier(workload.device), say=self.notes.once)
         self._gradients = _Gradients(self._spill, link)
         self._streaming = BlockStreaming(blocks, link, self._spill, self._gradients.watch)
         self._gradients.serve(self._streaming)
@@ -513,14 +505,7 @@ def _movable(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Parameter]:
     return [
         p
         for p in {id(p): p for block in blocks for p in block.parameters()}.values()
-        if id(p) not in outside | first
-        and own_class(p) in PLAIN
-        and p.layout is torch.strided
-        and p.numel() >= SMALL_ELEMENTS
-        and p.device == everything[0].device
-        and not is_in_shared_memory(p)
-        and fills_its_storage(p)
-        and storages.count(storage_of(p)) == 1
+        if id(p) not in outside | first and can_rest(p, everything[0].device) and storages.count(storage_of(p)) == 1
     ]
 
 

@@ -19,11 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.runtime.accelerator import is_accelerator, name_of, shares_host_memory
+from memlab.runtime.accelerator import is_accelerator, name_of, shares_host_memory, takes_other_data
 from memlab.runtime.host_memory import pinned
 from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
+from memlab.runtime.workload import Workload
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.pool import Pool, file_slab
 from memlab.techniques.offload.transfers import settle
@@ -40,8 +41,8 @@ def is_spilled(storage: torch.UntypedStorage) -> bool:
 
 
 @contextmanager
-def _births_are_spilled() -> Iterator[None]:
-    """A ledger sees a storage at its birth, before it could be registered."""
+def births_are_spilled() -> Iterator[None]:
+    """Context in which what is born is not counted: a ledger sees a storage at its birth, before it could be registered."""
     global _spilling
     _spilling = True
     try:
@@ -88,6 +89,12 @@ class Offload(Technique):
     def _tier(self, device: torch.device) -> Tier:
         """Return where it goes from a device. Raises `RefusalError`: to nowhere that saves anything."""
         return resolve_tier(self.plan.tier_of(self.what) or Tier.AUTO, device, self.what)
+
+    def _check_parameters_move(self, workload: Workload) -> None:
+        """Raise `RefusalError` where torch leaves parameters where they are."""
+        if workload.has_values and not takes_other_data(workload.device):
+            reason = f"{self.what}: torch lets no parameter on {name_of(workload.device)} have its values elsewhere"
+            raise RefusalError(self.field, reason, "use --offload optimizer,activations")
 
 
 class Spill:
@@ -142,7 +149,7 @@ class Spill:
         shape = tensor.shape
         strides = tensor.stride() if is_dense(tensor) else [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if isinstance(tensor, FakeTensor):
-            with _births_are_spilled():
+            with births_are_spilled():
                 spilled = tensor.new_empty_strided(shape, strides)
         elif self.tier is Tier.DISK or (self.tier is Tier.AUTO and shares_host_memory(tensor.device)):
             spilled = _shaped(self._files.take(size_bytes), tensor, strides)
@@ -151,7 +158,7 @@ class Spill:
         elif is_accelerator(tensor.device):
             spilled = _shaped(pinned(size_bytes, self._say), tensor, strides)
         else:
-            with _births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
+            with births_are_spilled():  # a mask that a twin's model makes from nothing is no fake
                 spilled = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
         self._keep_count(spilled.untyped_storage(), size_bytes)
         return spilled

@@ -8,8 +8,11 @@ update, so the master costs two more bytes per element and not four.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import torch
+
+from memlab.runtime.rounds import rounds
 
 _LOW = 0 if sys.byteorder == "little" else 1
 _HALF_STEP = 2**15
@@ -39,8 +42,7 @@ def split_master(
     """
     bits = master.detach().contiguous().view(-1).view(torch.int32)
     upper = torch.empty(bits.shape, dtype=torch.int16, device=master.device)
-    for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
-        chunk = slice(start, start + _CHUNK_ELEMENTS)
+    for chunk in _chunks(bits):
         # adding half a step carries into the upper half where the lower one is at least a half; in the last NaN it would
         # carry into the sign, and leave a zero
         is_last = (bits[chunk] & _MAGNITUDE) >= _MAGNITUDE - _HALF_STEP + 1
@@ -62,8 +64,7 @@ def join_master(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """
     upper, lower = high.detach().contiguous().view(-1).view(torch.int16), low.contiguous().view(-1)
     bits = torch.empty_like(upper, dtype=torch.int32)
-    for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
-        chunk = slice(start, start + _CHUNK_ELEMENTS)
+    for chunk in _chunks(bits):
         joined = bits[chunk].copy_(upper[chunk])
         joined <<= 16
         # read as a signed number the lower half takes back the carry of rounding
@@ -91,10 +92,13 @@ def round_stochastically(
     else:
         rounded = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     flat, out = values.detach().contiguous().view(-1), rounded.view(-1)
-    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
-        chunk = slice(start, start + _CHUNK_ELEMENTS)
+    for chunk in _chunks(flat):
         _round_chunk(flat[chunk], out[chunk], generator)
     return rounded if values.is_contiguous() else torch.empty_like(values, dtype=torch.bfloat16).copy_(rounded)
+
+
+def _chunks(flat: torch.Tensor) -> Iterator[slice]:
+    return rounds([slice(start, start + _CHUNK_ELEMENTS) for start in range(0, flat.numel(), _CHUNK_ELEMENTS)])
 
 
 def _round_chunk(values: torch.Tensor, out: torch.Tensor, generator: torch.Generator | None) -> None:

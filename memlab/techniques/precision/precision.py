@@ -375,12 +375,19 @@ class PrecisionChoice(Technique, LoopChecks):
 
 def _kept(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
     """Return attributes of a model's parts that hold tensors in half precision, with their names."""
+    are_low: dict[int, bool] = {}  # by value: parts share their configuration
+
+    def is_low(value: Any) -> bool:
+        if id(value) not in are_low:
+            are_low[id(value)] = any(as_fp32(leaf) is not leaf for leaf in flatten(value)[0])
+        return are_low[id(value)]
+
     return [
         (part, table, name, value)
         for part in model.modules()
         for table in (vars(part), part._buffers)
         for name, value in table.items()
-        if name not in _OF_MODULES and any(as_fp32(leaf) is not leaf for leaf in flatten(value)[0])
+        if name not in _OF_MODULES and is_low(value)
     ]
 
 

@@ -38,6 +38,7 @@ from memlab.runtime.callers import is_in_hook
 from memlab.runtime.graphs import Beginning, nodes_of
 from memlab.runtime.hooks import CallHook, is_compiled
 from memlab.runtime.interrupts import deferred_interrupts
+from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.lifetimes import held_by_others, is_shared
 from memlab.runtime.mechanisms import SeenInCalls, Turns, Updating
 from memlab.runtime.touch import Touch
@@ -136,12 +137,19 @@ class PureBf16(Updating, Turns, SeenInCalls):
     def _as_loops(self, leaf: Any) -> Any:
         """An output as the loop gets it, whose backward pass is refused once weights are whole again."""
         output = as_fp32(leaf)
+        if isinstance(output, LazyTensor):  # to ask for its graph would compute it
+            return output if output is leaf else output.with_gradient(self._refused_later)
         if output is not leaf and leaf.requires_grad and leaf.is_leaf and not isinstance(leaf, nn.Parameter):
             raise RefusalError("precision", _LEAF.format("returns a leaf that requires gradients"), "use --bf16")
-        if output is not leaf and output.grad_fn is not None:
+        return output if output is leaf else self._refused_later(output)
+
+    def _refused_later(self, output: torch.Tensor) -> torch.Tensor:
+        """Return values by which no gradient comes in once weights are whole again."""
+        passed = output.view_as(output) if output.is_leaf and output.requires_grad else output
+        if passed.grad_fn is not None:
             there = weakref.ref(self)  # a loss that the loop keeps keeps no weights
-            output.grad_fn.register_prehook(lambda _: _require_in_force(there()))
-        return output
+            passed.grad_fn.register_prehook(lambda _: _require_in_force(there()))
+        return passed
 
     def _end(self) -> None:
         self._is_over = True
