@@ -44,9 +44,7 @@ class Gpu:
     tf32_flops: float | None  # peak rate of fp32 matrix products rounded to tf32
     fp16_flops: float | None  # peak rate of fp16 matrix products
     bf16_flops: float | None  # peak rate of bf16 matrix products
-    compute_capability: tuple[
-        int, int
-    ]  # (major, minor), as `torch.cuda.get_device_capability` says it; `NOT_NVIDIA` for others
+    compute_capability: tuple[int, int]  # (major, minor), as CUDA says it; `NOT_NVIDIA` for others
     datasheet: str  # where the numbers are from
     multiprocessors: int  # how many; 0 where it is not NVIDIA's
     device_type: str = "cuda"  # torch's name for its backend; ROCm's is "cuda" too

@@ -140,7 +140,7 @@ class CountedDevice(Device):
         return StreamMark(self.device)
 
     def keep(self, loss: torch.Tensor) -> torch.Tensor | float:
-        if loss.device.type != self.device.type:
+        if loss.device.type != self.device.type or not accelerator.has_streams(self.device):
             return float(loss)
         copy = pinned(loss.nbytes).view(loss.dtype).view(loss.shape)
         return copy.copy_(loss, non_blocking=True)

@@ -23,7 +23,7 @@ from memlab.records.comparison import Comparison
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import loss_of as scalar_loss_of
 from memlab.runtime.interrupts import deferred_interrupts
-from memlab.runtime.out_of_memory import collect
+from memlab.runtime.out_of_memory import collect, is_out_of_memory
 from memlab.runtime.own_steps import own_steps
 from memlab.runtime.ownership import needs_closure
 from memlab.runtime.workload import Workload, describe_all
@@ -169,7 +169,9 @@ def measured_row(workload: Workloads, plan: Plan, steps: int, device: Device | N
     """The measurement of a plan, or the row that says it ran out of memory."""
     try:
         return measure(workload, plan, steps, device=device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         words = str(error)
     # out of the handler: until here the traceback held the failed step's tensors
     collect()

@@ -7,8 +7,9 @@ torch 2.9. What neither has is missing: whoever needs it does without, or refuse
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -107,6 +108,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
+
+
+def rounds_to_tf32(device: torch.device) -> bool:
+    """Return whether torch's setting for products of fp32 has a device round to tf32, where it is new enough; ROCm does not follow it."""
+    return device.type == "cuda" and not torch.version.hip
 
 
 def shares_host_memory(device: torch.device) -> bool:
@@ -236,8 +242,9 @@ def allowed_share(device: torch.device) -> float:
 
 
 def can_limit(device: torch.device) -> bool:
-    """Return whether the allocator of a device can be given a size."""
-    return hasattr(_module(device), "set_per_process_memory_fraction")
+    """Return whether the allocator of a device can be given a size; the share of MPS is of all memory of the machine, and cannot be read."""
+    limit = getattr(_module(device), "set_per_process_memory_fraction", None)
+    return limit is not None and len(inspect.signature(limit).parameters) > 1
 
 
 def limit_share(device: torch.device, share: float) -> None:
@@ -274,10 +281,9 @@ def has_streams(device: torch.device) -> bool:
     if hasattr(_module(device), "Stream"):
         return True
     try:
-        torch.Stream(device)
-    except RuntimeError:  # the backend has one alone
+        return bool(torch.Stream(device) != current_stream(device))
+    except RuntimeError:  # there is one alone
         return False
-    return True
 
 
 def new_stream(device: torch.device) -> Any:
@@ -298,8 +304,10 @@ def in_stream(stream: Any) -> AbstractContextManager[Any]:
 
 def timed_event(device: torch.device) -> Any:
     """Return an event that tells times, recorded in the stream in which a device computes."""
-    kind = getattr(_module(device), "Event", None)
-    event = torch.Event(device, enable_timing=True) if kind is None else kind(enable_timing=True)
+    module = _module(device)
+    # of a backend with one stream alone the module's own takes none
+    own = module.Event if hasattr(module, "Event") and hasattr(module, "Stream") else None
+    event = torch.Event(device, enable_timing=True) if own is None else own(enable_timing=True)
     event.record(current_stream(device))
     return event
 
@@ -311,7 +319,10 @@ def synchronize(device: torch.device) -> None:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which a device is the current one."""
-    return _module(device).device(device)  # type: ignore[no-any-return]
+    enter = getattr(_module(device), "device", None) or getattr(torch.accelerator, "device_index", None)
+    if enter is None:  # MPS under a torch before 2.8, which has one device
+        return nullcontext()
+    return enter(device if hasattr(_module(device), "device") else device.index)  # type: ignore[no-any-return]
 
 
 # --- random numbers ---------------------------------------------------------------------------------
@@ -346,9 +357,9 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 
 
 def _built_for() -> str:
-    """Return the accelerator's device type that torch is built for; "cuda", which says that it has none, where there is none."""
+    """Return the device type of the accelerator that torch is built for, or a package has brought; "cuda", which then says that it has none, for none."""
     found = torch.accelerator.current_accelerator()
-    return "cuda" if found is None else found.type
+    return found.type if found is not None and is_accelerator(found) else "cuda"
 
 
 def _module(device: torch.device) -> Any:
@@ -365,28 +376,24 @@ def _of_nested(found: Mapping[str, Any]) -> Counters:
     def value(name: str, which: str) -> int:
         return int(found.get(name, {}).get("all", {}).get(which, 0))
 
-    return _of(value, has_requested="requested_bytes" in found, retries=found.get("num_alloc_retries", 0))
+    return _of(value, found)
 
 
-def _of_flat(found: Mapping[str, Any]) -> Counters | None:
-    if found and "allocated_bytes.all.peak" not in found:
-        return None
-    has_requested = "requested_bytes.all.current" in found
-    return _of(
-        lambda name, which: int(found.get(f"{name}.all.{which}", 0)),
-        has_requested=has_requested,
-        retries=found.get("num_alloc_retries", 0),
-    )
+def _of_flat(found: Mapping[str, Any]) -> Counters:
+    return _of(lambda name, which: int(found.get(f"{name}.all.{which}", 0)), found)
 
 
-def _of(value: Callable[[str, str], int], *, has_requested: bool, retries: int) -> Counters:
+def _of(value: Callable[[str, str], int], found: Mapping[str, Any]) -> Counters:
+    allocated, peak = (value("allocated_bytes", which) for which in ("current", "peak"))
+    is_counted = peak >= allocated  # where it is not it is 0
     return Counters(
-        allocated=value("allocated_bytes", "current"),
+        allocated=allocated,
         reserved=value("reserved_bytes", "current"),
-        allocated_peak=value("allocated_bytes", "peak"),
-        reserved_peak=value("reserved_bytes", "peak"),
-        requested=value("requested_bytes" if has_requested else "allocated_bytes", "current"),
-        active=value("active_bytes", "current"),
+        allocated_peak=peak if is_counted else None,
+        reserved_peak=value("reserved_bytes", "peak") if is_counted else None,
+        # these, too, are 0 of a backend that does not count them
+        requested=value("requested_bytes", "current") or allocated,
+        active=max(allocated, value("active_bytes", "current")),
         inactive_split=value("inactive_split_bytes", "current"),
-        retries=int(retries),
+        retries=int(found.get("num_alloc_retries", 0)),
     )

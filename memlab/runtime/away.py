@@ -16,6 +16,7 @@ import torch
 from memlab.runtime.callers import is_memlab_code
 from memlab.runtime.homes import home_of, is_at_rest, rests
 from memlab.runtime.lifetimes import is_shared
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.touch import WatchedTensors, uses_values
 from memlab.runtime.tree import flatten, in_leaves
 
@@ -46,7 +47,9 @@ class _Away(WatchedTensors):
         try:
             with torch.inference_mode(mode=False):  # whose tensors do not tell whether they are written to
                 return {id(tensor): (tensor, tensor.to(home_of(tensor))) for tensor in self._watched_in(args, kwargs)}
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return {}
 
 

@@ -25,7 +25,7 @@ from memlab.runtime.away import sent_away
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.mechanisms import Bringing, StateForm, Visiting, brought
-from memlab.runtime.out_of_memory import with_room
+from memlab.runtime.out_of_memory import is_out_of_memory, with_room
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.stand_ins import is_ours
 from memlab.runtime.state_entries import (
@@ -67,8 +67,10 @@ def shown(
             return None
         try:
             return canonical(optimizer, parameter, state, layers)
-        except torch.OutOfMemoryError:  # as there would not be without memlab: it is read as it is kept
-            return None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None  # as there would not be without memlab: it is read as it is kept
 
     return PackedState(resident, names, own_form, why, changing(optimizer))
 

@@ -27,6 +27,7 @@ from memlab.plan.settings import zero_stage
 from memlab.records import StepRecord
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord
+from memlab.runtime.accelerator import name_of
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, serialization, tensors
 from memlab.scaleout.engines import tp
@@ -309,6 +310,10 @@ def check(workload: Workload, nproc: int) -> None:
     """Refuse what no engine can do here."""
     if not isinstance(nproc, int) or nproc < 1:
         raise ScaleError(f"nproc {nproc!r}: expected a whole number of processes, 1 or more")
+    if workload.device.type not in ("cpu", "cuda"):
+        raise ScaleError(
+            f"nproc {nproc}: the model is on {name_of(workload.device)}, and processes train together on CUDA and on the CPU: move it to one of them"
+        )
     gpus = torch.cuda.device_count() if workload.device.type == "cuda" else nproc
     if nproc > gpus:
         raise ScaleError(f"nproc {nproc}: this machine has {gpus} GPUs; use nproc={gpus}, or move the model to the CPU")

@@ -20,6 +20,7 @@ from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.mechanisms import LoopChecks, brought
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.session.tape import recorder_here
 from memlab.techniques.base import is_around_calls
 
@@ -180,7 +181,9 @@ class ModelCalls:
         workload = self._session.workload
         try:
             return Start(workload.model, workload.device)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return None
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from memlab import Workload, fit, measure
 from memlab.extras import available
 from memlab.hardware.host import host_bytes
+from memlab.runtime import accelerator
 from memlab.support.machine import described, is_at_least, needed, versions
 from memlab.units import GIB, format_bytes
 
@@ -100,15 +101,18 @@ def _device() -> Iterator[Finding]:
         )
     elif size is not None:
         yield Finding("memory", f"the host has {format_bytes(size)}")
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        says = f"{torch.cuda.get_device_name()}: {format_bytes(free)} of {format_bytes(total)} free"
+    if accelerator.device_type() is not None:
+        device = accelerator.current()
+        free, total = accelerator.free_and_total(device)
+        says = f"{accelerator.device_name(device)}: {format_bytes(free)} of {format_bytes(total)} free"
         is_free = free > total // 2
         yield Finding(
             "GPU",
             says,
             True if is_free else None,
-            "" if is_free else "other programs hold the rest; nvidia-smi names them",
+            ""
+            if is_free
+            else "other programs hold the rest; the driver's own program (nvidia-smi, rocm-smi, xpu-smi) names them",
         )
     elif torch.version.cuda:
         yield Finding(
@@ -201,7 +205,7 @@ def _training() -> Iterator[Finding]:
 def _workload() -> Workload:
     """A small classifier of sequences, its optimizer and a batch."""
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = accelerator.device_type() or "cpu"
     layers = [nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(3)]
     model = nn.Sequential(nn.Linear(16, 64), nn.Sequential(*layers), nn.Linear(64, 8)).to(device)
     rows, targets = torch.randn(8, 64, 16, device=device), torch.randn(8, 64, 8, device=device)

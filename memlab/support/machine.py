@@ -12,6 +12,7 @@ import torch
 
 import memlab
 from memlab.hardware.host import cores, host_bytes
+from memlab.runtime import accelerator
 from memlab.units import format_bytes
 
 # what memlab works with, and what notebooks are run by
@@ -66,10 +67,8 @@ def devices() -> Iterator[str]:
     """Yield each device that models can be on, in words."""
     size = host_bytes()
     yield f"CPU: {cores()} cores" + ("" if size is None else f", {format_bytes(size)} of memory")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            yield f"GPU {index}: {properties.name}, {format_bytes(properties.total_memory)}"
+    for device in accelerator.every() if accelerator.device_type() is not None else ():
+        yield f"GPU {device.index}: {accelerator.device_name(device)}, {format_bytes(accelerator.total_bytes(device))}"
 
 
 def described() -> list[str]:

@@ -68,7 +68,9 @@ def _exchange(undo: ExitStack) -> None:
 
 def _with_cpu(original: _Devices) -> _Devices:
     def supported_devices() -> list[str]:
-        return original() if current_gpu() is None else [*original(), "cpu"]
+        found, gpu = original(), current_gpu()
+        is_supported = gpu is not None and gpu.device_type in found
+        return [*found, "cpu"] if is_supported else found
 
     return supported_devices
 

@@ -225,6 +225,10 @@ def language_model() -> tuple[Any, dict[str, torch.Tensor]]:
             "--offload params",
             "params: torch lets no parameter on probe have its values elsewhere; use --offload optimizer,activations",
         ),
+        (
+            "--offload frozen",
+            "frozen: torch lets no parameter on probe have its values elsewhere; use --offload optimizer,activations",
+        ),
         ("--adam8bit", "bitsandbytes has no 8-bit kernels for probe; use --offload optimizer, or --optim adafactor"),
         ("--precision tf32", "tf32 needs a CUDA GPU of the Ampere generation or newer; use --bf16 here"),
     ],

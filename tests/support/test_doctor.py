@@ -63,10 +63,12 @@ def test_little_memory_and_a_folder_that_is_closed(monkeypatch: pytest.MonkeyPat
 
 def test_a_gpu_that_is_there_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 16 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (2 * GIB, 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "T4")
     assert [str(each) for each in _said("GPU")] == [
-        "note  GPU        T4: 2.00 GiB of 16.00 GiB free; other programs hold the rest; nvidia-smi names them"
+        "note  GPU        T4: 2.00 GiB of 16.00 GiB free; other programs hold the rest; the driver's own program (nvidia-smi, rocm-smi, "
+        "xpu-smi) names them"
     ]
 
 

@@ -102,6 +102,7 @@ class OffloadFrozen(Offload, Interruptible, ModulesBeside, OwnMemory):
 
     def check(self, workload: Workload) -> None:
         self._tier(workload.device)
+        self._check_parameters_move(workload)
         if not workload.has_values or self.host.predecessor(self) is not None:
             return  # what is beside the model has no twin
         gc.collect()  # models of before that only cycles keep are not to be moved

@@ -30,6 +30,7 @@ from memlab.runtime.accelerator import has_streams, is_accelerator
 from memlab.runtime.homes import home_of
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.optimizer_step import foreign_stepper
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.state_entries import PackedState, State, kept_of
 from memlab.runtime.state_layers import SMALL_ELEMENTS, shown
@@ -240,7 +241,9 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
             return
         try:
             link = _link.measured(device)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             self.notes.append("optimizer state is streamed to the GPU: there was no room to measure the link")
             return
         self.notes.append(link.verdict)

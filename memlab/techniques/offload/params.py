@@ -33,12 +33,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Precision
-from memlab.runtime.accelerator import name_of, takes_other_data
 from memlab.runtime.backward import is_added, is_in_backward
 from memlab.runtime.buckets import counts_on_device, group_of, is_separable
 from memlab.runtime.callers import module_of
@@ -109,12 +107,7 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
                 f"params need a newer torch than {torch.__version__}, which cannot tell whose hooks on saved tensors are in force",
                 "update torch, or use --offload optimizer,activations",
             )
-        if not isinstance(next(workload.model.parameters()), FakeTensor) and not takes_other_data(workload.device):
-            raise RefusalError(
-                self.field,
-                f"params: torch lets no parameter on {name_of(workload.device)} have its values elsewhere",
-                "use --offload optimizer,activations",
-            )
+        self._check_parameters_move(workload)
         if process_count() > 1:
             raise RefusalError(
                 self.field,

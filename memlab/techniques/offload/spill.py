@@ -19,11 +19,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.runtime.accelerator import is_accelerator, name_of, shares_host_memory
+from memlab.runtime.accelerator import is_accelerator, name_of, shares_host_memory, takes_other_data
 from memlab.runtime.host_memory import pinned
 from memlab.runtime.lifetimes import Departures, WhileAlive
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
+from memlab.runtime.workload import Workload
 from memlab.techniques.base import Technique
 from memlab.techniques.offload.pool import Pool, file_slab
 from memlab.techniques.offload.transfers import settle
@@ -88,6 +89,12 @@ class Offload(Technique):
     def _tier(self, device: torch.device) -> Tier:
         """Return where it goes from a device. Raises `RefusalError`: to nowhere that saves anything."""
         return resolve_tier(self.plan.tier_of(self.what) or Tier.AUTO, device, self.what)
+
+    def _check_parameters_move(self, workload: Workload) -> None:
+        """Raise `RefusalError` where torch leaves parameters where they are."""
+        if workload.has_values and not takes_other_data(workload.device):
+            reason = f"{self.what}: torch lets no parameter on {name_of(workload.device)} have its values elsewhere"
+            raise RefusalError(self.field, reason, "use --offload optimizer,activations")
 
 
 class Spill:

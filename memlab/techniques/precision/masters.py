@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.runtime.homes import home_of
 from memlab.runtime.lifetimes import is_shared, storage_of
 from memlab.runtime.mechanisms import ChangedParameters, OwnMemory
+from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.techniques.precision.moments import join_master, split_master
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -243,7 +244,9 @@ class Masters(ChangedParameters, OwnMemory):
         """Split a master again, in two given tensors or new ones; one that somebody else holds stays beside its upper half."""
         try:
             halves = _halves(master, high, low)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             # an update is done, and must not be repeated because its last step failed; half of this has been freed
             halves = _halves(master, high, low)
         tensor.data = halves[0]

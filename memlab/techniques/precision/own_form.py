@@ -31,7 +31,7 @@ from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.away import as_on
 from memlab.runtime.homes import home_of
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
-from memlab.runtime.out_of_memory import with_room
+from memlab.runtime.out_of_memory import is_out_of_memory, with_room
 from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.touch import own_class
 from memlab.techniques.precision.masters import Masters
@@ -121,7 +121,9 @@ class OwnForm:
         try:
             values = with_room(partial(self._masters.show, tensor))
             return None if values is None else values.detach()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             home = home_of(tensor)
             values = None if home.type == "cpu" else self._masters.values(tensor, on_host=True)
             if values is None:
