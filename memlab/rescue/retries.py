@@ -128,8 +128,7 @@ def make_segments_expandable(settings: Settings) -> str | None:
 
 
 def _set_for_process(text: str) -> None:
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (change or torch.cuda.memory._set_allocator_settings)(text)  # before torch 2.9
+    torch._C._accelerator_setAllocatorSettings(text)
 
 
 def _with_expandable(settings: Settings) -> str:
