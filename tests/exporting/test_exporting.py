@@ -42,8 +42,6 @@ EXACT = [
     "--offload params",
     "--offload params:disk,optimizer",
     "--offload frozen,activations",
-    "--lora r=8 --base nf4",
-    "--lora r=8 --base int8",
     "--release-grads",
     "--release-grads --accumulate 4",
     "--release-grads --checkpoint --offload optimizer",
@@ -60,7 +58,7 @@ CLOSE = [
     "--accumulate 2 --checkpoint every:2 --bf16 --adam8bit --offload optimizer:disk",
     "--accumulate 2 --fp16 --offload optimizer:disk,activations:disk",
 ]
-RUNS = ["--lora r=2", "--lora dora,r=2,targets=c_attn --bf16 --accumulate 2 --checkpoint", "--precision pure-bf16", "--precision pure-bf16 --adam8bit --accumulate 2", "--optim adafactor", "--optim sgd",
+RUNS = ["--lora r=2", "--lora r=8 --base nf4", "--lora r=8 --base int8", "--lora dora,r=2,targets=c_attn --bf16 --accumulate 2 --checkpoint", "--precision pure-bf16", "--precision pure-bf16 --adam8bit --accumulate 2", "--optim adafactor", "--optim sgd",
         "--optim paged-adam8bit", "--precision pure-bf16 --optim adafactor --chunk-loss"]  # fmt: skip
 EVERY_PLAN = [*EXACT, *CLOSE, *RUNS]
 
