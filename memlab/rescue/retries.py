@@ -44,6 +44,9 @@ _STEPS_IN_A_ROW = 2
 _COUNTER, *_PEAKS = "num_alloc_retries", "allocated_bytes", "reserved_bytes"
 
 
+Expand = Callable[[Settings], str | None]
+
+
 @dataclass(frozen=True)
 class AllocatorSample:
     """The allocator's counters so far.
@@ -68,7 +71,7 @@ def advice(
     after: AllocatorSample,
     settings: Settings,
     plan: Plan = Plan(),  # noqa: B008 - frozen
-    expand: Callable[[Settings], str | None] = lambda _settings: None,
+    expand: Expand = lambda _settings: None,
 ) -> str | None:
     """Return what to do about retries between two samples, or what has been done.
 
@@ -87,7 +90,7 @@ def advice(
         >>> print(advice(before, after, Settings()))
         the allocator found no room once in a step and gave its cache back to the driver, which takes time: at the \
 peak it held 98.0 MiB for 42.0 MiB of tensors; free memory is in pieces: start Python with \
-PYTORCH_ALLOC_CONF=expandable_segments:True (older versions of torch read PYTORCH_CUDA_ALLOC_CONF)
+PYTORCH_ALLOC_CONF=expandable_segments:True
     """
     retries = after.retries - before.retries
     if retries <= 0:
@@ -100,8 +103,12 @@ PYTORCH_ALLOC_CONF=expandable_segments:True (older versions of torch read PYTORC
     )
 
 
-def make_segments_expandable(settings: Settings) -> str | None:
+def make_segments_expandable(settings: Settings, device: torch.device | None = None) -> str | None:
     """Have segments grow in place from now on, in this process and those it starts.
+
+    Args:
+        settings: of the allocator.
+        device: the GPU that it is tried on; by default the current one.
 
     Returns:
         The new settings, as a text; None where the user has decided about them, or torch or the driver cannot.
@@ -117,10 +124,10 @@ def make_segments_expandable(settings: Settings) -> str | None:
     try:
         _set_for_process(wanted)
         # a driver that cannot says so at the first segment, which is one that no free piece is large enough for
-        idle_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        torch.empty(idle_bytes + 2 * MIB, dtype=torch.uint8, device="cuda")
-    except (RuntimeError, ValueError, AttributeError):
-        with suppress(RuntimeError, ValueError, AttributeError):
+        idle_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        torch.empty(idle_bytes + 2 * MIB, dtype=torch.uint8, device=device or "cuda")
+    except (RuntimeError, ValueError):
+        with suppress(RuntimeError, ValueError):
             _set_for_process(",".join(filter(None, (settings.text, "expandable_segments:False"))))
         return None
     os.environ[next((name for name in VARIABLES if name in os.environ), VARIABLES[0])] = wanted
@@ -161,10 +168,10 @@ class RetryWatch(Observer):
         # CUDA is used
         read: Callable[[], Mapping[str, int]] | None = None,
         settings: Settings | None = None,  # of the allocator; by default those in the environment
-        expand: Callable[[Settings], str | None] = make_segments_expandable,  # as for `advice`
+        expand: Expand | None = None,  # as for `advice`; by default `make_segments_expandable` for the device
     ) -> None:
         self._say = say
-        self._expand = expand
+        self._expand = expand or partial(make_segments_expandable, device=device)
         # of the GPU, beyond which Windows gives memory of the host
         self._most_bytes = _nearly_all(device) if is_shared_with_windows() else None
         self._read = read or partial(_counters, device)
@@ -205,7 +212,7 @@ class RetryWatch(Observer):
         self._before, self._in_a_row = None, 0
 
 
-def _cure(after: AllocatorSample, settings: Settings, plan: Plan, expand: Callable[[Settings], str | None]) -> str:
+def _cure(after: AllocatorSample, settings: Settings, plan: Plan, expand: Expand) -> str:
     idle_bytes = after.reserved_bytes - after.allocated_bytes
     if idle_bytes > _IDLE_SHARE * after.reserved_bytes and not settings.expandable_segments:
         if (expanded := expand(settings)) is not None:
@@ -216,10 +223,7 @@ def _cure(after: AllocatorSample, settings: Settings, plan: Plan, expand: Callab
         if is_shared_with_windows():
             smaller = ",".join(filter(None, (settings.text, "max_split_size_mb:256")))
             return f"free memory is in pieces: start Python with {VARIABLES[0]}={smaller}, as Windows has no expandable segments"
-        return (
-            f"free memory is in pieces: start Python with {VARIABLES[0]}={_with_expandable(settings)} "
-            f"(older versions of torch read {VARIABLES[1]})"
-        )
+        return f"free memory is in pieces: start Python with {VARIABLES[0]}={_with_expandable(settings)}"
     cause = "tensors fill it" if idle_bytes <= _IDLE_SHARE * after.reserved_bytes else "segments are expandable already"
     instead = f" instead of {plan.accumulation}" if plan.accumulation > 1 else ""
     return f"{cause}: use smaller micro-batches, with {more_micro_batches(plan)}{instead}"

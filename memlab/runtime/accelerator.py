@@ -1,15 +1,14 @@
 """Accelerators: what the backend of a device has, and how it is asked. No other module knows backends by their names.
 
 A backend is named by torch's device type: "cuda" (ROCm's too), "xpu", "mps", or what a package calls its own. Its module
-(`torch.get_device_module`) is asked first, and `torch.accelerator` where that has no such function; the functions of memory there came with
-torch 2.9. What neither has is missing: whoever needs it does without, or refuses by `name_of`.
+(`torch.get_device_module`) is asked first, and `torch.accelerator` where that has no such function. What neither has is missing: whoever needs it does without, or refuses by `name_of`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -172,10 +171,9 @@ def counters(device: torch.device | None) -> Counters | None:
     )
     if nested is not None:
         return _of_nested(nested(device))
-    flat = getattr(module, "memory_stats", None) or getattr(torch.accelerator, "memory_stats", None)
-    if flat is not None:
-        with suppress(RuntimeError):  # an allocator that counts nothing
-            return _of_flat(flat(device))
+    flat = getattr(module, "memory_stats", torch.accelerator.memory_stats)
+    with suppress(RuntimeError):  # an allocator that counts nothing
+        return _of_flat(flat(device))
     allocated = getattr(module, "current_allocated_memory", None)
     if allocated is None:
         return None
@@ -214,11 +212,10 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
     if recommended is not None:
         total = int(recommended())
         return max(0, total - (counters(device) or Counters()).reserved), total
-    asked = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
-    if asked is not None:
-        with suppress(RuntimeError):
-            free, total = asked(device)
-            return int(free), int(total)
+    asked = getattr(module, "mem_get_info", torch.accelerator.get_memory_info)
+    with suppress(RuntimeError):
+        free, total = asked(device)
+        return int(free), int(total)
     total = total_bytes(device)
     return max(0, total - (counters(device) or Counters()).reserved), total
 
@@ -237,7 +234,7 @@ def most_bytes(device: torch.device) -> int:
 
 
 def allowed_share(device: torch.device) -> float:
-    """Return the share of a device that the allocator of this process may reserve; where the backend cannot say (torch 2.6), 1 is returned."""
+    """Return the share of a device that the allocator of this process may reserve; where the backend cannot say, 1 is returned."""
     return float(getattr(_module(device), "get_per_process_memory_fraction", lambda _device: 1.0)(device))
 
 
@@ -319,10 +316,8 @@ def synchronize(device: torch.device) -> None:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which a device is the current one."""
-    enter = getattr(_module(device), "device", None) or getattr(torch.accelerator, "device_index", None)
-    if enter is None:  # MPS under a torch before 2.8, which has one device
-        return nullcontext()
-    return enter(device if hasattr(_module(device), "device") else device.index)  # type: ignore[no-any-return]
+    enter = getattr(_module(device), "device", None)
+    return torch.accelerator.device_index(device.index) if enter is None else enter(device)
 
 
 # --- random numbers ---------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def why_as_written() -> str:
 
 def hooks_on_saved_tensors() -> Any:
     """Return those in force, by which functions pack and unpack what they save; None where there are none."""
-    return getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)  # not in older torch
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def are_saved_by_hooks_of_the_loop() -> bool:

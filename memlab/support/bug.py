@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import tree_leaves
 
 import memlab
 from memlab.errors import MemlabError
@@ -46,8 +46,13 @@ _OWN = (
 )
 # what could be a path, a name of a file, a line of code, and a word in quotes
 _PRIVATE = (
-    (re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.~@+ -]+){2,}"), "<path>"),
-    (re.compile(r"\b[\w-]+\.(?:py|ipynb|pt|pth|bin|safetensors|json|csv|txt|pkl|pickle|npz?|ya?ml|log)\b"), "<file>"),
+    (re.compile(r"(?:[A-Za-z]:|[\w.~@+-]+)?(?:[\\/][\w.~@+ -]+){2,}"), "<path>"),
+    (
+        re.compile(
+            r"(?:[\w.~@+-]+[\\/])?\b[\w-]+\.(?:py|ipynb|pt|pth|bin|safetensors|json|csv|txt|pkl|pickle|npz?|ya?ml|log)\b"
+        ),
+        "<file>",
+    ),
     (re.compile(r"\(line (\d+): .*\)"), r"(line \1)"),
     (re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`"), "'…'"),
 )
@@ -59,6 +64,8 @@ def scrubbed(text: str) -> str:
     Example:
         >>> scrubbed("total grows (line 7: total += loss), saved to /home/me/run 1/best.pt, '/data/x.csv' and losses.json")
         "total grows (line 7), saved to <path>, '…' and <file>"
+        >>> scrubbed("runs/secret/best.pt, secret/x.csv, 3.5 samples/s")
+        '<path>, <file>, 3.5 samples/s'
     """
     for pattern, instead in _PRIVATE:
         text = pattern.sub(instead, text)
@@ -110,8 +117,8 @@ def _of_session(session: Session) -> Iterator[str]:
 
 def _of_batch(history: History) -> Iterator[str]:
     if history.batch is not None:
-        leaves, _ = tree_flatten_with_path((history.batch.args, dict(history.batch.kwargs)))
-        forms = (_form(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for _, leaf in leaves)
+        leaves = tree_leaves((history.batch.args, dict(history.batch.kwargs)))
+        forms = (_form(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves)
         yield f"batch: {', '.join(forms)}"
 
 

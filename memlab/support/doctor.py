@@ -1,7 +1,7 @@
 """`memlab doctor`: whether a machine is ready for a workshop, in a minute; its output can be pasted into an issue.
 
-memlab doctor          all checks and a short training run
-memlab doctor --no-run  the checks alone
+memlab doctor            all checks and a short training run
+memlab doctor --no-run   the checks alone
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from time import perf_counter
 
@@ -24,10 +24,10 @@ from memlab import Workload, fit, measure
 from memlab.extras import available
 from memlab.hardware.host import host_bytes
 from memlab.runtime import accelerator
-from memlab.support.machine import described, is_at_least, needed, versions
+from memlab.support.machine import described, is_at_least, needed
 from memlab.units import GIB, format_bytes
 
-_LEAST_HOST_BYTES = 2 * GIB  # chapters of the course run in 1.5
+_LEAST_HOST_BYTES = 2 * GIB  # for a chapter, which takes 1, and what else runs
 _LEAST_FILE_BYTES = 2 * GIB  # for what is offloaded to files
 _PLAN = "--accumulate 2 --checkpoint --offload optimizer"
 _MARKS = {True: "ok  ", False: "FAIL", None: "note"}
@@ -62,35 +62,21 @@ def findings(*, run: bool = True) -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    there = versions()
-    for extra, is_for_all in (("", True), ("lab", False), ("adapters", False)):
-        lacking = {
-            name: lowest
-            for name, lowest in needed(extra).items()
-            if (name not in there and not _is_installed(name)) or not is_at_least(_version_of(name), lowest)
-        }
+    for extra, is_for_all in (("", True), ("lab", True), ("adapters", False)):
+        lacking = [f"{name} ≥ {lowest}" for name, lowest in needed(extra).items() if not _is_there(name, lowest)]
         named = f"memlab[{extra}]" if extra else "memlab"
         if lacking:
-            wanted = ", ".join(f"{name} ≥ {lowest}" for name, lowest in lacking.items())
-            yield Finding(
-                "packages",
-                f"{named} needs {wanted}",
-                False if is_for_all or extra == "lab" else None,
-                f"pip install '{named}'",
-            )
+            is_well = False if is_for_all else None
+            yield Finding("packages", f"{named} needs {', '.join(lacking)}", is_well, f"pip install '{named}'")
         else:
             yield Finding("packages", f"all of {named}")
 
 
-def _is_installed(name: str) -> bool:
-    return _version_of(name) != "0"
-
-
-def _version_of(name: str) -> str:
+def _is_there(name: str, lowest: str) -> bool:
     try:
-        return metadata.version(name)
+        return is_at_least(metadata.version(name), lowest)
     except metadata.PackageNotFoundError:
-        return "0"
+        return False
 
 
 def _device() -> Iterator[Finding]:
@@ -150,9 +136,8 @@ def _widgets() -> Iterator[Finding]:
             "python -m ipykernel install --sys-prefix",
         )
         return
-    from memlab.jupyter.panel import Panel  # what draws it must be there as well
-
-    yield Finding("panel", f"widgets are there ({Panel.__name__} loads)")
+    import_module("memlab.jupyter.panel")  # what draws it must be there as well
+    yield Finding("panel", "widgets are there")
 
 
 def _files() -> Iterator[Finding]:

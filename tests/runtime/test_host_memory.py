@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,5 +50,6 @@ def test_other_errors_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         pinned(1)
 
 
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="the system does not say it")
 def test_the_system_says_what_it_can_give() -> None:
-    assert 2**20 < host_memory._available_bytes() <= float("inf")  # nothing public says it
+    assert 2**20 < host_memory._available_bytes() < 2**50  # nothing public says it

@@ -828,12 +828,6 @@ def test_muon_goes_by_the_blocks_of_one_model() -> None:
     )
 
 
-def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(RefusalError, match=r"^optimizer: torch \S+ has no Muon; install torch 2.9 or later$"):
-        techniques_of("--optim muon")[0].check_optimizer(adamw(tiny_gpt2()))
-
-
 @pytest.mark.parametrize(
     "plan",
     [

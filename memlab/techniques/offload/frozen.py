@@ -269,9 +269,8 @@ class _Search:
 def _trained_by(optimizer: Optimizer) -> set[int]:
     """Return ids of the parameters that an optimizer trains: many have frozen ones among the others, and leave them out of updates."""
     parameters = [*parameters_in(optimizer)]
-    is_for_them = not any(
-        p.requires_grad for p in parameters
-    )  # frozen for a part of each step, as the judge of a GAN is
+    # frozen for a part of each step, as the judge of a GAN is
+    is_for_them = not any(p.requires_grad for p in parameters)
     return {id(p) for p in parameters if is_for_them or p.requires_grad or optimizer.state.get(p)}
 
 
@@ -321,9 +320,8 @@ class _Part:
         self.size_bytes = sum(p.nbytes for p in parameters)
         self._parameters = parameters
         self._is_trained = self._is_over = False
-        self._found: list[
-            tuple[int, int]
-        ] = []  # of each parameter its version and its storage, when it was last put to rest
+        # of each parameter its version and its storage, when it was last put to rest
+        self._found: list[tuple[int, int]] = []
         self._steps_written = 0  # in a row
         self._undo = Undo()
         kind = _Uncounted if is_beside and device.type == "cpu" else ParameterCopies

@@ -101,12 +101,6 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
 
     def check(self, workload: Workload) -> None:
         self._tier(workload.device)
-        if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
-            raise RefusalError(
-                self.field,
-                f"params need a newer torch than {torch.__version__}, which cannot tell whose hooks on saved tensors are in force",
-                "update torch, or use --offload optimizer,activations",
-            )
         self._check_parameters_move(workload)
         if process_count() > 1:
             raise RefusalError(

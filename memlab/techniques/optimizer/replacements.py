@@ -105,11 +105,6 @@ def _refuse_paging_off_cuda(optimizer: Optimizer) -> None:
         raise RefusalError("optimizer", reason, "nearest: --adam8bit")
 
 
-def _refuse_torch_without_muon(_optimizer: Optimizer) -> None:
-    if not hasattr(torch.optim, "Muon"):
-        raise RefusalError("optimizer", f"torch {torch.__version__} has no Muon", "install torch 2.9 or later")
-
-
 _CLOSE = "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact"
 _8BIT_UPDATE = "bitsandbytes::optimizer_update_8bit_blockwise"
 _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
@@ -207,6 +202,6 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             exactness="another algorithm, at AdamW's learning rate; embeddings, heads, vectors and convolutions stay with AdamW",
             gives_nothing="the peak is mostly activations, or embeddings; refused without repeated blocks",
         ),
-        settings=("lr", "weight_decay"), refuse=_refuse_torch_without_muon, parameters=matrices_of_blocks,
+        settings=("lr", "weight_decay"), parameters=matrices_of_blocks,
     ),
 }  # fmt: skip
