@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.plan import Plan
 from memlab.runtime.mechanisms import StateForm
-from memlab.runtime.optimizer_step import run_step, take_over
+from memlab.runtime.optimizer_step import run_step
+from memlab.runtime.plain_step import take_over
 from memlab.runtime.state_entries import State
 from memlab.runtime.state_layers import apply_layer, canonical_state_dict, pack_loaded, remove_layer
 from memlab.techniques.base import Technique

@@ -29,7 +29,6 @@ from memlab.runtime.backward import is_in_backward
 from memlab.runtime.buckets import is_separable
 from memlab.runtime.hooks import calls_under_way
 from memlab.runtime.lazy import requires_grad
-from memlab.runtime.optimizer_step import standin
 from memlab.runtime.own_steps import is_own_step
 from memlab.runtime.ownership import (
     WITHOUT_VALUES,
@@ -42,6 +41,7 @@ from memlab.runtime.ownership import (
     unwrap_model,
     unwrap_optimizer,
 )
+from memlab.runtime.plain_step import standin
 from memlab.runtime.workload import Workload
 from memlab.session import session_of
 

@@ -31,7 +31,7 @@ from torch import nn
 
 from memlab.runtime.dispatch import never_compile
 from memlab.runtime.interrupts import Caller
-from memlab.runtime.optimizer_step import is_updating, unhooked_step
+from memlab.runtime.plain_step import is_updating, unhooked_step
 from memlab.runtime.stand_ins import (
     CALL,
     InPlace,

@@ -33,6 +33,7 @@ from memlab.runtime import optimizer_step
 from memlab.runtime.batch import Batch
 from memlab.runtime.hooks import CallHook, chained, install_step_hooks, keep_last, loss_of, on_each_step
 from memlab.runtime.out_of_memory import is_out_of_memory
+from memlab.runtime.plain_step import take_over
 from memlab.runtime.workload import Workload
 from memlab.scaleout import serialization
 from memlab.scaleout.engines import engine_for
@@ -106,10 +107,10 @@ class RankLoop:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._meter.step_begins(optimizer)
         if self._engine.owns_steps and not self._engine.is_stepping:
-            return optimizer_step.take_over(self._engine.step)(optimizer, args, kwargs)
+            return take_over(self._engine.step)(optimizer, args, kwargs)
         if optimizer_step.foreign_stepper(optimizer, self._techniques.techniques) is not None:
             convert = partial(optimizer_step.run_step, techniques=self._techniques.techniques)
-            return optimizer_step.take_over(convert)(optimizer, args, kwargs)
+            return take_over(convert)(optimizer, args, kwargs)
         return None
 
     def _after_step(self, optimizer: Optimizer) -> None:

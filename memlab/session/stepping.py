@@ -16,6 +16,7 @@ from memlab.runtime.buckets import is_separable, share_of
 from memlab.runtime.interrupts import HeldBack, hold_back
 from memlab.runtime.mechanisms import EarlyUpdates, Skipping, Updating, Visiting, WholeSteps, brought
 from memlab.runtime.optimizer_step import OwnStep
+from memlab.runtime.plain_step import take_over
 
 if TYPE_CHECKING:
     from memlab.session.session import Session
@@ -113,7 +114,7 @@ class Stepping:
         if self._makes_own_step(optimizer) and not self._skipped:
             self._session.position.own_step = optimizer_step.OwnStep(optimizer, techniques, call)
             return None
-        return optimizer_step.take_over(self._update)(optimizer, args, kwargs)
+        return take_over(self._update)(optimizer, args, kwargs)
 
     def _tell_techniques(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         for technique in self._session.techniques:

@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from memlab.runtime.buckets import buckets
-from memlab.runtime.optimizer_step import plain_stepper, run_step, standin, take_over
+from memlab.runtime.optimizer_step import run_step
+from memlab.runtime.plain_step import plain_stepper, standin, take_over
 from memlab.runtime.state_entries import State
 from memlab.runtime.state_layers import remove_layer
 from tests.driving import (

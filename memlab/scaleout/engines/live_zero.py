@@ -27,8 +27,8 @@ from torch import nn
 from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.plan.settings import zero_stage
-from memlab.runtime.optimizer_step import second_of
 from memlab.runtime.ownership import parameters_in
+from memlab.runtime.plain_step import second_of
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, one_rank
 from memlab.scaleout.engines.deepspeed_engine import (

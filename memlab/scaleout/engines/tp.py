@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from memlab.errors import RefusalError
 from memlab.runtime.buckets import is_separable
-from memlab.runtime.optimizer_step import plain_stepper
 from memlab.runtime.ownership import parameters_in
+from memlab.runtime.plain_step import plain_stepper
 from memlab.scaleout.engines.fsdp2 import Fsdp2
 
 # how torch cuts a layer, by what plans call it

@@ -26,8 +26,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.runtime.buckets import counts_on_device
 from memlab.runtime.interrupts import deferred_interrupts
-from memlab.runtime.optimizer_step import plain_stepper, restored_on_failure
+from memlab.runtime.optimizer_step import restored_on_failure
 from memlab.runtime.ownership import parameters_in
+from memlab.runtime.plain_step import plain_stepper
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.techniques.offload.spill import Spill
 from memlab.techniques.offload.transfers import Ticket, copy_streams_of

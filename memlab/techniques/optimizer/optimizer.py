@@ -30,8 +30,8 @@ from memlab.runtime.accelerator import has_kernel, name_of
 from memlab.runtime.buckets import group_of
 from memlab.runtime.homes import home_of
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating
-from memlab.runtime.optimizer_step import unhooked_step
 from memlab.runtime.ownership import parameters_in
+from memlab.runtime.plain_step import unhooked_step
 from memlab.runtime.state_entries import PackedState, State, kept_of, set_state
 from memlab.runtime.state_layers import shown
 from memlab.runtime.workload import Workload
