@@ -47,7 +47,7 @@ from memlab.runtime.lifetimes import WhileAlive, is_shared, storage_of
 from memlab.runtime.stand_ins import keep_out_of_copies
 from memlab.runtime.state_layers import SMALL_ELEMENTS
 from memlab.runtime.touch import own_class
-from memlab.techniques.offload.spill import PLAIN, Spill, is_dense
+from memlab.techniques.offload.spill import PLAIN, Spill, is_dense, is_spilled
 from memlab.techniques.offload.transfers import CopyStreams, SideStreams, Ticket
 
 _Slot = tuple[nn.Module, str]
@@ -219,7 +219,7 @@ class BlockStreaming:
         parameter.data = stored
 
     def bring_back(self, parameter: nn.Parameter, *, is_held: bool) -> None:
-        """Have a parameter without a gradient at rest on the device again, and stream it no longer.
+        """Have a parameter on the device again, with its gradient, and stream it no longer.
 
         One whose values at rest the loop holds stays there, where that is the device's own memory: the loop would hold something else.
         """
@@ -230,8 +230,11 @@ class BlockStreaming:
             self.forget(parameter)
             return
         data = ParameterCopies.fetch(self.link, stored).wait()  # whatever a link makes of copies that are in use
-        if gradient is not None and gradient.device != self.link.device:
-            gradient = gradient.to(self.link.device)
+        if gradient is not None and (
+            gradient.device != self.link.device
+            or (gradient.layout is torch.strided and is_spilled(gradient.untyped_storage()))
+        ):
+            gradient = ParameterCopies.fetch(self.link, gradient).wait()
         self.forget(parameter)
         parameter.grad = None
         parameter.data = data
@@ -453,10 +456,8 @@ class _Begins:
         self._streaming, self._block = streaming, block
 
     def __call__(self, *_: Any) -> None:
-        with (
-            deferred_interrupts(),
-            torch._C.DisableTorchFunction(),
-        ):  # copies are none of the loop's functions, as a tape has them
+        # copies are none of the loop's functions, as a tape has them
+        with deferred_interrupts(), torch._C.DisableTorchFunction():
             self._streaming.begin(self._block)
 
     def in_use(self) -> AbstractContextManager[None]:

@@ -210,21 +210,13 @@ class OffloadParams(Offload, Visiting, LoopChecks, SeenInCalls, OwnMemory):
     def _bring_back(self, parameter: Parameter) -> None:
         stored = self._streaming.resting(parameter)
         link, gradient = self._streaming.link, parameter.grad
-        if stored is not None and stored.device == link.device and id(parameter) in self._held:
-            self._streaming.forget(parameter)  # the loop holds it, and would hold something else
-            return
         if stored is None:  # it has other data, or the loop holds what it was lent
             if gradient is not None and gradient.device != parameter.device == link.device:
                 set_gradient(parameter, link.fetch(gradient).wait())
             return
         link.settle()
-        data = link.fetch(stored).wait()
-        moved = None if gradient is None else link.fetch(gradient).wait()
+        self._streaming.bring_back(parameter, is_held=stored.device == link.device and id(parameter) in self._held)
         link.settle()
-        self._streaming.forget(parameter)
-        parameter.grad = None
-        parameter.data = data
-        parameter.grad = moved
 
     # -- passes --------------------------------------------------------------------------------
 
