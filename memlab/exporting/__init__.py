@@ -24,7 +24,7 @@ from memlab.exporting.torch import to_torch
 from memlab.exporting.trainer import to_trainer
 from memlab.plan import Plan, ScaleOut
 from memlab.plan.scale import Scale, take_engine
-from memlab.plan.settings import ENGINES, zero_stage
+from memlab.plan.settings.scale import ENGINES, zero_stage
 
 _ZERO = tuple(filter(zero_stage, ENGINES))
 _PLANS: dict[str, Callable[[Plan], str]] = {

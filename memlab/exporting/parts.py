@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from memlab.errors import PlanError
 from memlab.extras import needing_torch
 from memlab.plan import BaseBits, Loss, Offloaded, OptimizerChoice, Plan, Precision, Tier
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.plan.scale import Scale
-from memlab.plan.settings import SELECTIVE_KEEPS, zero_stage
+from memlab.plan.settings.checkpointing import SELECTIVE_KEEPS
+from memlab.plan.settings.scale import zero_stage
 
 if TYPE_CHECKING:
     from memlab.techniques.optimizer.replacements import Replacement

@@ -31,7 +31,7 @@ from memlab.inferring.weights import HalfWeights
 from memlab.measuring.device import Device, device_for
 from memlab.measuring.holdings import Holding, gradients_of, parameters_of, state_of
 from memlab.plan import Plan, Precision
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.records import Category
 from memlab.records.inference import InferenceRecord
 from memlab.runtime.accelerator import is_accelerator, most_bytes

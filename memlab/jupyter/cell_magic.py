@@ -25,7 +25,7 @@ from memlab.jupyter.state import out_of_memory_advice, own_frames
 from memlab.jupyter.watch import CellWatch
 from memlab.live.stage import Cancelled
 from memlab.plan import Offloaded, Plan
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.rescue.evidence import Evidence
 from memlab.rescue.recovery import NothingFitsError
 from memlab.rescue.rescuer import Rescuer

@@ -20,7 +20,7 @@ from memlab.exporting import TARGETS
 from memlab.hardware.gpus import gpus
 from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import FIELDS, Offloaded, PlanField, Tier, plan_flags
-from memlab.plan.settings import ENGINES
+from memlab.plan.settings.scale import ENGINES
 from memlab.units import GIB
 
 _START = r"\s*(?:[^=%#\n]+=\s*(?=%memfit\b))?"  # also what a line is assigned to

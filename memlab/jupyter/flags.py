@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from memlab.plan import FIELDS, PlanField
-from memlab.plan.settings import ENGINES
+from memlab.plan.settings.scale import ENGINES
 
 
 @dataclass(frozen=True)

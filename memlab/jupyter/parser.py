@@ -11,7 +11,7 @@ from memlab.errors import PlanError
 from memlab.jupyter.flags import CELL_FLAGS, LAST_FLAG, PREDICT_FLAGS, WORDS, Flag
 from memlab.plan import Plan, ScaleOut, unknown_flag
 from memlab.plan.scale import Scale, take_engine
-from memlab.plan.settings import ENGINES
+from memlab.plan.settings.scale import ENGINES
 from memlab.rescue.fallback import pinned
 from memlab.units import SIZE_UNITS, parse_bytes
 

@@ -34,7 +34,7 @@ from memlab.live.steering import Steering
 from memlab.live.views import Drawn, Views
 from memlab.measuring.steps import Meter
 from memlab.plan import Plan
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.records import Measurement, Prediction
 from memlab.records.live_state import Activity, Asked, Moment
 from memlab.runtime.observer import Observer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memlab.errors import PlanError
 from memlab.plan import Plan, PlanField
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.records import Fit, Verdict, prediction_of, ratio
 from memlab.records.live_state import Moment
 from memlab.units import format_change, format_difference

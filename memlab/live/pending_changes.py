@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memlab.errors import PlanError
 from memlab.plan import FIELDS, Plan, PlanField
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.records.live_state import Asked, Toggle
 
 

@@ -25,7 +25,7 @@ from memlab.live.pending_changes import PendingChanges
 from memlab.live.source import Can
 from memlab.live.views import Drawn, Views
 from memlab.plan import Plan
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.records import Prediction, fastest
 from memlab.records.live_state import Activity, Change, LivePoint, Moment
 from memlab.records.run_record import RunRecord

@@ -1,44 +1,33 @@
-"""`FIELDS`: the table of what is known of each setting of a plan; their values are in `settings`.
+"""`PlanField` and `Saving`: what is known of a setting, and nowhere else.
 
-Everything people type or click comes from `FIELDS`: the flags of the magics, their help, the controls of a panel and
-the text a plan prints as. So does what predictions, searches, engines and inference ask about a setting; in which order
-settings are tried is in `savings`.
+The flags of the magics, their help, the controls of a panel and the text a plan prints as follow from it, and so does what
+predictions, searches, engines and inference ask about a setting.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memlab.errors import PlanError
-from memlab.plan.settings import (
-    EIGHT_BIT,
-    ENGINES,
-    Adapters,
-    BaseBits,
-    BatchNorm,
-    Checkpointing,
-    Gradients,
-    Loss,
-    Offload,
-    Offloaded,
-    OptimizerChoice,
-    Precision,
-    ScaleOut,
-    Tier,
-    did_you_mean,
-)
 
-# what others call a tier
-_TIER_NAMES = {"nvme": "disk", "cpu": "host"}
+if TYPE_CHECKING:
+    from memlab.plan.plan import Plan
+    from memlab.plan.settings.offload import Offloaded
+    from memlab.plan.settings.precision import Precision
+
 _E = TypeVar("_E", bound=StrEnum)
 
 
-@dataclass(frozen=True)
+def _none(_plan: Plan) -> Iterator[str]:
+    return iter(())
+
+
+@dataclass(frozen=True, eq=False)
 class PlanField:
     """One field of a plan as people see it."""
 
@@ -74,11 +63,18 @@ class PlanField:
     untrained: str = "it works on training only"  # why it means nothing where nothing is trained
     # whether it goes by what the optimizer updates, so that a cell's plan comes when the optimizer is there
     needs_optimizer: bool = False
+    # yields an error for each other setting of a plan that its own excludes
+    conflicts: Callable[[Plan], Iterator[str]] = _none
 
     @cached_property
     def default(self) -> Any:
         """The value that changes nothing."""
         return self.parse(self.choices[0])
+
+    @property
+    def attribute(self) -> Any:
+        """Return what declares it in `Plan`."""
+        return field(default=self.default, metadata={"spec": self})
 
     def contains(self, larger: Any, smaller: Any) -> bool:
         """Return whether one value keeps or raises what another one does."""
@@ -102,7 +98,7 @@ class PlanField:
         """Text of a value, as `parse` reads it; where it is one of the choices, the choice.
 
         Example:
-            >>> spec = next(each for each in FIELDS if each.name == "offload")
+            >>> from memlab.plan.settings.offload import OFFLOAD as spec
             >>> spec.text(spec.parse("activations,optimizer")), spec.text(spec.parse("optimizer:disk"))
             ('optimizer,activations', 'optimizer:disk')
         """
@@ -117,7 +113,42 @@ class PlanField:
         return shorter.get(text, f"{self.flag} {text}")
 
 
-def _count(flag: str, what: str) -> Callable[[str], int]:
+@dataclass(frozen=True, eq=False)
+class Saving:
+    """One way to need less memory. Each thing that can be offloaded is one of its own."""
+
+    field: PlanField
+    # what a change does, from the value before, the one after and the rows of a batch
+    words: Callable[[Any, Any, int], str]
+    # usual time of a step under a value, relative to one without: an order, not a prediction
+    cost: Callable[[Any], float]
+    # the next stronger value, for a batch of so many rows and a device of this 16-bit format; the same value where
+    # there is none. None for what is never tried unless somebody asks for it
+    stronger: Callable[[Any, int, Precision], Any] | None = None
+    measured: tuple[str, ...] = ()  # values that an ablation measures
+    what: Offloaded | None = None  # of what is offloaded, the part that it is about
+    is_in_update: bool = False  # whether it lowers what the optimizer's update needs
+    is_of_optimizer: bool = False  # whether it needs an optimizer
+    is_in_evaluation: bool = False  # whether it lowers what calls without gradients need
+
+    def of(self, plan: Plan) -> Any:
+        """Return its value in a plan."""
+        return getattr(plan, self.field.name) if self.what is None else plan.tier_of(self.what)
+
+    def raised(self, plan: Plan, rows: int, half: Precision) -> Plan | None:
+        """The plan with the next stronger setting; None where there is none, or where the others exclude it."""
+        if self.stronger is None or (value := self.stronger(self.of(plan), rows, half)) == self.of(plan):
+            return None
+        change: Any = value if self.what is None else (*getattr(plan, self.field.name), (self.what, value))
+        try:
+            return replace(plan, **{self.field.name: change})
+        except PlanError:
+            return None
+
+
+def count(flag: str, what: str) -> Callable[[str], int]:
+    """Return a function that reads a number of 1 or more."""
+
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < 1:
             raise PlanError(f"{flag} {text}: expected a whole number of {what}, 1 or more, as in '{flag} 4'")
@@ -126,7 +157,9 @@ def _count(flag: str, what: str) -> Callable[[str], int]:
     return parse
 
 
-def _choice(flag: str, enum: type[_E]) -> Callable[[str], _E]:
+def choice(flag: str, enum: type[_E]) -> Callable[[str], _E]:
+    """Return a function that reads a member of an enumeration."""
+
     def parse(text: str) -> _E:
         try:
             return enum(text)
@@ -136,158 +169,7 @@ def _choice(flag: str, enum: type[_E]) -> Callable[[str], _E]:
     return parse
 
 
-def _parse_offload(text: str) -> Offload:
-    if text in ("", "none"):
-        return ()
-    tiers: dict[Offloaded, Tier] = {}
-    for item in [each.strip() for each in text.split(",") if each.strip()] or [text]:
-        what, _, where = item.partition(":")
-        target = _choice("--offload", Offloaded)(what)
-        if target in tiers:
-            raise PlanError(
-                f"--offload {text}: {target} is named twice; name each once, as in 'optimizer:disk,activations'"
-            )
-        tiers[target] = _choice(f"--offload {what}:", Tier)(_TIER_NAMES.get(where, where)) if where else Tier.AUTO
-    return tuple(sorted(tiers.items()))
-
-
-def _parse_scale(text: str) -> ScaleOut:
-    if text in ENGINES.keys() - {*ScaleOut}:
-        raise PlanError(
-            f"--scale {text} is of several processes: give it to a cell, as in '%%memfit --nproc 2 --scale {text}'"
-        )
-    return _choice("--scale", ScaleOut)(text)
-
-
-def _offload_text(offload: Offload) -> str:
-    return ",".join(what if where is Tier.AUTO else f"{what}:{where}" for what, where in offload)
-
-
-_COUNTS = ("1", "2", "4", "8", "16")
-FIELDS: tuple[PlanField, ...] = (
-    PlanField(
-        "accumulation", "--accumulate", "N",
-        "split each batch into N micro-batches; the gradient is that of the whole batch",
-        _count("--accumulate", "micro-batches"),
-        choices=_COUNTS, offer="4", title="Gradient accumulation", is_exact=True, is_of_calls=True, is_graded=True,
-        covers=operator.ge, searched=_COUNTS,
-        untrained="rows do not wait for each other without an update: feed fewer rows at a time",
-        names={"2": "2 micro-batches", "4": "4 micro-batches", "8": "8 micro-batches", "16": "16 micro-batches"},
-    ),
-    PlanField(
-        "batchnorm", "--batchnorm", "keep|micro",
-        "with --accumulate, let BatchNorm take its statistics from each micro-batch, as in accumulation written by hand",
-        _choice("--batchnorm", BatchNorm),
-        choices=tuple(BatchNorm), offer="micro", title="BatchNorm per micro-batch", is_of_calls=True,
-    ),
-    PlanField(
-        "checkpointing", "--checkpoint", "[off|full|every:N|selective|budget:SIZE]",
-        "recompute activations in the backward pass: of every block, of one block in N, all but matrix products and attention, "
-        "or of as few blocks as possible so that what blocks keep between forward and backward fits into SIZE, as in budget:2GiB",
-        Checkpointing, bare="full",
-        choices=("off", "full", "every:2", "selective"), offer="full", title="Checkpointing", is_exact=True,
-        is_of_calls=True, is_beside_engines=True, is_graded=True, covers=Checkpointing.covers,
-        searched=("off", "selective", "full"), untrained="nothing is kept for a backward pass that could be recomputed",
-        names={"full": "every block", "every:2": "every second block", "selective": "selective"},
-    ),
-    PlanField(
-        "precision", "--precision", "|".join(Precision),
-        "number format of forward and backward; fp16 comes with dynamic loss scaling, pure-bf16 also stores parameters and moments in bf16",
-        _choice("--precision", Precision),
-        shorthands={"--fp16": "fp16", "--bf16": "bf16"}, choices=tuple(Precision), offer="bf16", title="Precision",
-        is_beside_engines=True, is_graded=True, searched=("keep", "bf16"),
-        names={"pure-bf16": "pure bf16"},
-    ),
-    PlanField(
-        "optimizer", "--optim", "|".join(OptimizerChoice),
-        "convert the live optimizer with its moments; --adam8bit needs 2.03 instead of 8 bytes per parameter",
-        _choice("--optim", OptimizerChoice),
-        shorthands={"--adam8bit": "adam8bit"}, choices=tuple(OptimizerChoice), offer="adam8bit", title="Optimizer",
-        alike=EIGHT_BIT, searched=("keep", "adam8bit"), untrained="no optimizer runs",
-        names={
-            "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
-            "lion8bit": "8-bit Lion", "sgd": "SGD", "muon": "Muon",
-        },
-    ),
-    PlanField(
-        "offload", "--offload", "WHAT[:host|:disk][,WHAT…]",
-        "move optimizer state, activations, the parameters of blocks or frozen models and parts off the device between uses "
-        "(WHAT: optimizer, activations, params, frozen)",
-        _parse_offload, write=_offload_text,
-        choices=(
-            "none", "optimizer", "activations", "optimizer,activations", "params", "params,optimizer",
-            "params,optimizer,activations", "frozen",
-        ),
-        offer="optimizer", title="Offload", is_exact=True, is_list=True, is_beside_engines=True, doubt=3.0,
-        covers=lambda larger, smaller: set(smaller) <= set(larger),
-        searched=("none", "optimizer", "activations", "optimizer,activations"),
-        untrained="no optimizer runs, and no activations are kept",
-        names={
-            "optimizer": "optimizer state", "optimizer,activations": "optimizer state, activations",
-            "params": "parameters", "params,optimizer": "parameters, optimizer state",
-            "params,optimizer,activations": "all three", "frozen": "frozen models",
-        },
-    ),
-    PlanField(
-        "loss", "--loss", "keep|chunked",
-        "compute the cross-entropy over a large vocabulary in tiles, without the full logits",
-        _choice("--loss", Loss),
-        shorthands={"--chunk-loss": "chunked"}, choices=tuple(Loss), offer="chunked", title="Chunked loss",
-        is_exact=True, is_of_calls=True, searched=tuple(Loss), untrained="the tiles save what a backward pass needs",
-    ),
-    PlanField(
-        "gradients", "--gradients", "keep|release",
-        "update each parameter inside the backward pass, as soon as its gradient is complete, and free the gradient",
-        _choice("--gradients", Gradients),
-        shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
-        title="Gradient release", names={"release": "as soon as used"}, is_exact=True, untrained="there are none",
-    ),
-    PlanField(
-        "tiling", "--tile", "N",
-        "compute large linear layers in N tiles: feed-forward parts over rows, each tile run again in the backward pass; "
-        "others over output features, under autocast",
-        _count("--tile", "tiles"),
-        choices=_COUNTS, offer="4", title="Tiled layers", is_exact=True, is_of_calls=True, is_graded=True,
-        covers=operator.ge, untrained="the tiles save what a backward pass needs",
-        names={"2": "2 tiles", "4": "4 tiles", "8": "8 tiles", "16": "16 tiles"},
-    ),
-    PlanField(
-        "adapters", "--lora", "[r=RANK,alpha=NUMBER,dora,targets=NAME,NAME…|off:keep|off:merge|off:drop]",
-        "freeze the weights and train low-rank adapters beside linear layers, by peft; when it goes off, what was learnt is kept "
-        "beside the model (off), added to the weights (off:merge) or dropped (off:drop)",
-        Adapters, bare="r=16,alpha=32",
-        choices=("off", "r=16,alpha=32", "r=64,alpha=128", "r=16,alpha=32,dora", "off:merge", "off:drop"),
-        offer="r=16,alpha=32", title="Adapters (LoRA)", needs_optimizer=True, untrained="nothing learns",
-        names={
-            "r=16,alpha=32": "LoRA, rank 16", "r=64,alpha=128": "LoRA, rank 64",
-            "r=16,alpha=32,dora": "DoRA, rank 16", "off:merge": "off, merged into the weights", "off:drop": "off, dropped",
-        },
-    ),
-    PlanField(
-        "base", "--base", "|".join(BaseBits),
-        "with --lora, keep the frozen weights of linear layers in fewer bits, and their own bits off the device until the undo",
-        _choice("--base", BaseBits),
-        choices=tuple(BaseBits), offer="nf4", title="Frozen weights", untrained="it goes with adapters, and nothing learns",
-        names={"bf16": "16 bits", "int8": "8 bits", "nf4": "4 bits (NF4)"},
-    ),
-    PlanField(
-        "scale", "--scale", "|".join(ScaleOut),
-        "train under PyTorch's FSDP2 or DeepSpeed's ZeRO, in this process; with --nproc in several",
-        _parse_scale,
-        choices=tuple(ScaleOut), offer="fsdp2", title="Engine",
-        names={"fsdp2": "FSDP2", "zero1": "ZeRO 1", "zero2": "ZeRO 2", "zero3": "ZeRO 3"}, is_predicted=False,
-    ),
-)  # fmt: skip
-BY_NAME = {spec.name: spec for spec in FIELDS}
-BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
-
-
-def plan_flags() -> tuple[str, ...]:
-    """Every flag a plan understands, long forms and shorthands."""
-    return tuple(BY_FLAG)
-
-
-def unknown_flag(word: str, also: tuple[str, ...] = ()) -> PlanError:
-    """The error for a word that is no flag, naming the nearest flag."""
-    allowed = [*plan_flags(), *also]
-    return PlanError(f"unknown flag {word}{did_you_mean(word, allowed)}; flags are {', '.join(allowed)}")
+def did_you_mean(given: str, allowed: list[str]) -> str:
+    """Return the end of an error that names the closest allowed word; empty where none is close."""
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,33 +1,27 @@
 """`Plan`: which memory-saving techniques, with which parameters.
 
-A plan is a frozen value. A new technique adds one field to `Plan` and one row to `fields.FIELDS`.
+A plan is a frozen value. A new setting is one line in it; what is known of the setting is in a file of `settings`.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from memlab.errors import PlanError
-from memlab.plan.fields import BY_FLAG, BY_NAME, FIELDS, PlanField, unknown_flag
-from memlab.plan.settings import (
-    EIGHT_BIT,
-    ENGINES,
-    Adapters,
-    BaseBits,
-    BatchNorm,
-    Checkpointing,
-    Gradients,
-    Loss,
-    Offload,
-    Offloaded,
-    OptimizerChoice,
-    Precision,
-    ScaleOut,
-    Tier,
-)
+from memlab.plan.fields import PlanField, did_you_mean
+from memlab.plan.settings.accumulation import ACCUMULATION, BATCHNORM, BatchNorm
+from memlab.plan.settings.adapters import ADAPTERS, BASE, Adapters, BaseBits
+from memlab.plan.settings.checkpointing import CHECKPOINTING, Checkpointing
+from memlab.plan.settings.gradients import GRADIENTS, Gradients
+from memlab.plan.settings.loss import LOSS, Loss
+from memlab.plan.settings.offload import OFFLOAD, Offload, Offloaded, Tier
+from memlab.plan.settings.optimizer import OPTIMIZER, OptimizerChoice
+from memlab.plan.settings.precision import PRECISION, Precision
+from memlab.plan.settings.scale import SCALE, ScaleOut
+from memlab.plan.settings.tiling import TILING
 
 
 @dataclass(frozen=True)
@@ -59,29 +53,27 @@ class Plan:
         True
     """
 
-    accumulation: int = 1
-    batchnorm: BatchNorm = BatchNorm.KEEP
-    checkpointing: Checkpointing = Checkpointing("off")  # noqa: RUF009 - frozen
-    precision: Precision = Precision.KEEP
-    optimizer: OptimizerChoice = OptimizerChoice.KEEP
-    offload: Offload = ()
-    loss: Loss = Loss.KEEP
-    gradients: Gradients = Gradients.KEEP
-    tiling: int = 1
-    adapters: Adapters = Adapters("off")  # noqa: RUF009 - frozen
-    base: BaseBits = BaseBits.KEEP
-    scale: ScaleOut = ScaleOut.NONE
+    accumulation: int = ACCUMULATION.attribute
+    batchnorm: BatchNorm = BATCHNORM.attribute
+    checkpointing: Checkpointing = CHECKPOINTING.attribute
+    precision: Precision = PRECISION.attribute
+    optimizer: OptimizerChoice = OPTIMIZER.attribute
+    offload: Offload = OFFLOAD.attribute
+    loss: Loss = LOSS.attribute
+    gradients: Gradients = GRADIENTS.attribute
+    tiling: int = TILING.attribute
+    adapters: Adapters = ADAPTERS.attribute
+    base: BaseBits = BASE.attribute
+    scale: ScaleOut = SCALE.attribute
 
     def __post_init__(self) -> None:
         for spec in FIELDS:
             value = getattr(self, spec.name)
-            object.__setattr__(self, spec.name, spec.parse(value if isinstance(value, str) else spec.write(value)))
-        for excludes, words in _CONFLICTS:
-            if excludes(self):
+            if value is not spec.default:
+                object.__setattr__(self, spec.name, spec.parse(value if isinstance(value, str) else spec.write(value)))
+        for spec in FIELDS:
+            for words in spec.conflicts(self):
                 raise PlanError(words)
-        if self.scale is not ScaleOut.NONE:
-            for what, instead in engine_conflicts(self.scale, replace(self, scale=ScaleOut.NONE), in_ranks=False):
-                raise PlanError(f"{what}; {instead}")
 
     def __str__(self) -> str:
         return " ".join(flag for spec in FIELDS if (flag := spec.show(getattr(self, spec.name))))
@@ -105,13 +97,17 @@ class Plan:
         """Return where something is offloaded to, or None when it stays."""
         return dict(self.offload).get(what)
 
-    def changes(self, since: Plan | None = None) -> tuple[str, ...]:
-        """Names of the fields that differ from the defaults, or from those of another plan."""
+    def changed_fields(self, since: Plan | None = None) -> tuple[PlanField, ...]:
+        """Fields that differ from the defaults, or from those of another plan."""
         return tuple(
-            spec.name
+            spec
             for spec in FIELDS
             if getattr(self, spec.name) != (spec.default if since is None else getattr(since, spec.name))
         )
+
+    def changes(self, since: Plan | None = None) -> tuple[str, ...]:
+        """Names of the fields that differ from the defaults, or from those of another plan."""
+        return tuple(spec.name for spec in self.changed_fields(since))
 
     def settings(self) -> Iterator[Plan]:
         """Yield plans with one setting each, of those that differ from the defaults.
@@ -120,8 +116,8 @@ class Plan:
             >>> [plan.label for plan in Plan.parse("--bf16 --offload optimizer,activations").settings()]
             ['--bf16', '--offload activations', '--offload optimizer']
         """
-        for name in self.changes():
-            yield from (Plan(**{name: part}) for part in BY_NAME[name].parts(getattr(self, name)))
+        for spec in self.changed_fields():
+            yield from (Plan(**{spec.name: part}) for part in spec.parts(getattr(self, spec.name)))
 
     def joined(self, other: Plan) -> Plan:
         """Return the plan with the settings of another one; what is off the device already stays off it.
@@ -135,8 +131,8 @@ class Plan:
             >>> str(Plan.parse("--checkpoint selective").joined(Plan.parse("--checkpoint")))
             '--checkpoint'
         """
-        values = {name: (getattr(self, name), getattr(other, name)) for name in other.changes()}
-        return replace(self, **{name: BY_NAME[name].joined(*both) for name, both in values.items()})
+        of_both = {spec: (getattr(self, spec.name), getattr(other, spec.name)) for spec in other.changed_fields()}
+        return replace(self, **{spec.name: spec.joined(*both) for spec, both in of_both.items()})
 
     @property
     def is_exact(self) -> bool:
@@ -149,9 +145,8 @@ class Plan:
 
     def numerics_from(self, other: Plan) -> tuple[str, ...]:
         """Names of the fields by which this plan computes other numbers than another one."""
-        return tuple(
-            name for name in self.changes(other) if not BY_NAME[name].is_same(getattr(self, name), getattr(other, name))
-        )
+        differing = self.changed_fields(other)
+        return tuple(s.name for s in differing if not s.is_same(getattr(self, s.name), getattr(other, s.name)))
 
     def contains(self, smaller: Plan) -> bool:
         """Return whether this plan keeps every setting of another, or raises it.
@@ -246,96 +241,17 @@ def _take_value(spec: PlanField, waiting: list[str]) -> str:
     return spec.bare
 
 
-# settings that exclude each other: whether a plan has both, and the error
-_CONFLICTS: tuple[tuple[Callable[[Plan], Any], str], ...] = (
-    (
-        lambda plan: plan.optimizer is OptimizerChoice.PAGED_ADAM8BIT and plan.tier_of(Offloaded.OPTIMIZER),
-        "--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two",
-    ),
-    (
-        lambda plan: plan.optimizer is OptimizerChoice.SGD and plan.tier_of(Offloaded.OPTIMIZER),
-        "--optim sgd and --offload optimizer exclude each other: SGD without momentum keeps no state to offload; drop one of the two",
-    ),
-    (
-        lambda plan: plan.gradients is Gradients.RELEASE and plan.precision is Precision.FP16,
-        "--release-grads and --fp16 exclude each other: fp16 updates only when no gradient overflowed, and the last one is known at the end of the backward pass; use --bf16 with --release-grads",
-    ),
-    (
-        lambda plan: plan.checkpointing.budget_bytes is not None and plan.tier_of(Offloaded.ACTIVATIONS),
-        "--checkpoint budget and --offload activations exclude each other: offloaded activations use nothing of the budget; drop one of the two",
-    ),
-    (
-        lambda plan: plan.base is not BaseBits.KEEP and not plan.adapters.is_on,
-        "--base is about frozen weights beside adapters, and there are none; add --lora",
-    ),
-    (
-        lambda plan: plan.base is not BaseBits.KEEP and plan.adapters.is_dora,
-        "--base and --lora dora exclude each other: DoRA takes the norm of the weights in every call; drop dora or --base",
-    ),
-    (
-        lambda plan: plan.base is not BaseBits.KEEP and plan.tier_of(Offloaded.PARAMS),
-        "--base and --offload params exclude each other: the weights are off the device already, in fewer bits on it; drop one of the two",
-    ),
-    (
-        lambda plan: plan.base is not BaseBits.KEEP and plan.precision is Precision.PURE_BF16,
-        "--base and --precision pure-bf16 exclude each other: both keep the weights in other bits; use --bf16 with --base",
-    ),
-    (
-        lambda plan: plan.base is not BaseBits.KEEP and plan.tiling > 1,
-        "--base and --tile exclude each other: tiles read the weights of layers, which are off the device; drop one of the two",
-    ),
-)
+FIELDS: tuple[PlanField, ...] = tuple(each.metadata["spec"] for each in fields(Plan))
+BY_NAME = {spec.name: spec for spec in FIELDS}
+BY_FLAG = {flag: spec for spec in FIELDS for flag in (spec.flag, *spec.shorthands)}
 
 
-def engine_conflicts(engine: str, plan: Plan, *, in_ranks: bool) -> Iterator[tuple[str, str]]:
-    """Yield what does not go together with an engine, and what to do instead.
-
-    Args:
-        engine: one of `ENGINES`.
-        plan: what applies beside it.
-        in_ranks: whether it trains in processes of its own, where batches are split among them as well.
-    """
-    for conflicts in (_settings_beside, _offloads_beside):
-        for flag, reason, instead in conflicts(engine, plan, in_ranks):
-            yield f"--scale {engine} and {flag} exclude each other: {reason}", instead
+def plan_flags() -> tuple[str, ...]:
+    """Return every flag a plan understands, long forms and shorthands."""
+    return tuple(BY_FLAG)
 
 
-def _settings_beside(engine: str, plan: Plan, in_ranks: bool) -> Iterator[tuple[str, str, str]]:
-    converts = plan.optimizer in EIGHT_BIT and in_ranks
-    if converts and engine != "ddp":
-        yield (
-            BY_NAME["optimizer"].show(plan.optimizer),
-            f"8-bit moments have a scale for each block of a whole parameter, and {engine} keeps parts of parameters",
-            "use --scale ddp, or leave it out: each rank has only its part of the moments",
-        )
-    allowed = {"accumulation" if in_ranks else "", "optimizer" if converts else ""}
-    for name in plan.changes():
-        if name not in allowed and not BY_NAME[name].is_beside_engines:
-            yield BY_NAME[name].show(getattr(plan, name)), "the engine has the model", "drop one of the two"
-    if plan.precision in (Precision.FP16, Precision.PURE_BF16):
-        yield f"--precision {plan.precision}", "it needs scaled losses or converted moments", "use --bf16"
-    if in_ranks and engine == "zero3" and plan.checkpointing == "selective":
-        reason = "it replays operators one by one, and zero3 gathers parameters among them"
-        yield "--checkpoint selective", reason, "use --checkpoint, or --scale fsdp2"
-
-
-def _offloads_beside(engine: str, plan: Plan, in_ranks: bool) -> Iterator[tuple[str, str, str]]:
-    needs_state = engine == ("fsdp2" if in_ranks else "zero3") and plan.tier_of(Offloaded.OPTIMIZER) is None
-    for what, tier in plan.offload:
-        flag = f"--offload {what}{'' if tier is Tier.AUTO else f':{tier}'}"
-        able = [name for name, offloads in ENGINES.items() if what in offloads]
-        if what is Offloaded.ACTIVATIONS:
-            yield flag, "the engine runs the model", "use --checkpoint"
-        elif what is Offloaded.FROZEN:
-            yield flag, "the engine has the model, and places its parameters", "drop one of the two"
-        elif engine not in able:
-            kept = "optimizer state" if what is Offloaded.OPTIMIZER else "parameters"
-            yield flag, f"{engine} keeps {kept} on the device", f"use --scale {', '.join(able[:-1])} or {able[-1]}"
-        elif tier is Tier.DISK and engine != "zero3":
-            yield flag, f"{engine} does not offload to files", "drop ':disk', or use --scale zero3"
-        elif tier is Tier.DISK and what is Offloaded.PARAMS:
-            reason = "parameters that DeepSpeed 0.19 swaps to files come back with other values"
-            yield flag, reason, "use --offload optimizer:disk,params"
-        elif what is Offloaded.PARAMS and needs_state:
-            reason = f"{engine} has the optimizer's state where parameters are"
-            yield flag, reason, "use --offload optimizer,params"
+def unknown_flag(word: str, also: tuple[str, ...] = ()) -> PlanError:
+    """Return the error for a word that is no flag, naming the nearest flag."""
+    allowed = [*plan_flags(), *also]
+    return PlanError(f"unknown flag {word}{did_you_mean(word, allowed)}; flags are {', '.join(allowed)}")

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memlab.errors import PlanError, RefusalError
-from memlab.plan.plan import Plan, engine_conflicts
-from memlab.plan.settings import ENGINES, Offloaded, Tier, did_you_mean
+from memlab.plan.fields import did_you_mean
+from memlab.plan.plan import Plan
+from memlab.plan.settings.offload import Offloaded, Tier
+from memlab.plan.settings.scale import ENGINES, engine_conflicts
 
 # the last one makes the engine of a plan for a live workload; `memlab` gives that of `memlab.scaleout`
 ENGINE_MAKERS: list[Callable[[Plan, Any], Any]] = []

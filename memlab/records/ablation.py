@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from memlab.errors import MemlabError
 from memlab.plan import Plan, PlanField
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.records import Measurement, Prediction, Profile, ratio
 from memlab.records.comparison import NO_GAIN, speed_ratio, where_the_peak_is
 from memlab.records.measurement import Shown

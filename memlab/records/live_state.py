@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memlab.plan import Plan
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.records import Measurement, Prediction, Rescue, StepRecord, ratio
 
 

@@ -28,9 +28,9 @@ from enum import StrEnum
 
 from memlab.errors import PlanError
 from memlab.plan import Plan, Precision
-from memlab.plan.fields import BY_FLAG, BY_NAME
-from memlab.plan.savings import SAVINGS, Saving, changed
-from memlab.plan.settings import did_you_mean
+from memlab.plan.fields import Saving, did_you_mean
+from memlab.plan.plan import BY_FLAG, BY_NAME
+from memlab.plan.savings import SAVINGS, changed
 from memlab.records import Fit, Prediction
 from memlab.units import format_bytes
 
@@ -127,7 +127,7 @@ class _Limits:
             and candidate.contains(self.plan)
             and self.free.issuperset(changes)
             and candidate.accumulation <= max(self.rows, self.plan.accumulation)
-            and all(BY_NAME[each.field].is_exact or self._leads_to(each, candidate) for each in changes)
+            and all(each.field.is_exact or self._leads_to(each, candidate) for each in changes)
         )
 
     def _leads_to(self, saving: Saving, candidate: Plan) -> bool:
@@ -154,7 +154,7 @@ def _free_savings(place: Place, keep: frozenset[str], keeps_rows: bool, has_opti
         saving
         for saving in SAVINGS
         if saving.stronger is not None
-        and saving.field not in closed
+        and saving.field.name not in closed
         and (saving.is_in_update or place not in (Place.STEP, Place.EVALUATION))
         and (saving.is_in_evaluation or place is not Place.EVALUATION)
         and (has_optimizer or not saving.is_of_optimizer)

@@ -23,7 +23,7 @@ from memlab.errors import ScaleError
 from memlab.extras import require_installed
 from memlab.plan import Plan
 from memlab.plan.scale import Scale
-from memlab.plan.settings import zero_stage
+from memlab.plan.settings.scale import zero_stage
 from memlab.records import StepRecord
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord

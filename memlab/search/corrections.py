@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from memlab.plan import Offloaded, Plan
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 
 # what an error is the sum of: that of every plan (), of a field whose settings do the same by degrees, of one setting
 _Part = tuple[str, ...]

@@ -17,7 +17,7 @@ from memlab.exporting import TARGETS, export
 from memlab.exporting.ranks import to_ranks
 from memlab.plan import Plan
 from memlab.plan.scale import Scale
-from memlab.plan.settings import ENGINES
+from memlab.plan.settings.scale import ENGINES
 from tests.helpers.needs import needs
 
 pytest.importorskip("transformers")

@@ -9,9 +9,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from memlab.errors import MemlabError, PlanError
-from memlab.plan import FIELDS, Offloaded, OptimizerChoice, Plan, Precision, Tier, plan_flags
-from memlab.plan import fields as plan_fields
-from memlab.plan import settings as plan_settings
+from memlab.plan import (
+    FIELDS,
+    Gradients,
+    Loss,
+    Offloaded,
+    OptimizerChoice,
+    Plan,
+    PlanField,
+    Precision,
+    Tier,
+    plan_flags,
+)
 
 FLAGS = ", ".join(plan_flags())
 
@@ -42,8 +51,8 @@ _settings = st.fixed_dictionaries(
         "precision": st.sampled_from(Precision),
         "optimizer": st.sampled_from(OptimizerChoice),
         "offload": _offload,
-        "loss": st.sampled_from(plan_settings.Loss),
-        "gradients": st.sampled_from(plan_settings.Gradients),
+        "loss": st.sampled_from(Loss),
+        "gradients": st.sampled_from(Gradients),
         "tiling": st.integers(1, 64),
     }
 )
@@ -78,7 +87,7 @@ def test_a_plan_is_the_sum_of_its_changes(plan: Plan) -> None:
 
 @given(_plans, st.sampled_from(FIELDS), st.data())
 def test_a_field_set_from_its_choices_changes_that_field_only(
-    plan: Plan, field: plan_fields.PlanField, data: st.DataObject
+    plan: Plan, field: PlanField, data: st.DataObject
 ) -> None:
     text = data.draw(st.sampled_from(field.choices))
     try:

@@ -59,7 +59,7 @@ def test_each_stronger_setting_contains_the_one_before_and_ends() -> None:
             assert changed(plan, stronger) == [saving]
             plan = stronger
         else:
-            raise AssertionError(f"{saving.field} does not end")
+            raise AssertionError(f"{saving.field.name} does not end")
 
 
 def test_what_changes_numerics() -> None:
@@ -79,7 +79,7 @@ def test_more_micro_batches_end_with_the_rows() -> None:
 
 
 def test_settings_that_exclude_each_other_are_not_raised() -> None:
-    moments = next(saving for saving in SAVINGS if saving.field == "optimizer")
+    moments = next(saving for saving in SAVINGS if saving.field.name == "optimizer")
     offload = next(saving for saving in SAVINGS if saving.what is Offloaded.OPTIMIZER)
     assert moments.raised(Plan.parse("--adam8bit --offload optimizer"), 1, Precision.BF16) is None
     assert offload.raised(Plan.parse("--optim paged-adam8bit"), 1, Precision.BF16) is None

@@ -6,7 +6,7 @@ import pytest
 
 from memlab.errors import PlanError, RefusalError
 from memlab.plan.scale import Scale
-from memlab.plan.settings import ENGINES
+from memlab.plan.settings.scale import ENGINES
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -568,7 +568,7 @@ class TestTheLoop:
         assert any(kept.is_copied and kept.seen is each for kept in state.own_tensors for each in own)
 
     def test_nobody_chooses_it_by_themselves(self) -> None:
-        assert all(saving.field != "adapters" for saving in SAVINGS)
+        assert all(saving.field.name != "adapters" for saving in SAVINGS)
         assert all(not plan.adapters.is_on for plan in plan_space())
         assert all(plan.adapters == "r=4,alpha=8" for plan in plan_space(Plan.parse("--lora r=4")))
         assert not Plan.parse("--lora").is_exact

@@ -26,7 +26,7 @@ from torch import nn
 
 from memlab.errors import RefusalError, ScaleError
 from memlab.plan import Offloaded, Plan, Tier
-from memlab.plan.settings import zero_stage
+from memlab.plan.settings.scale import zero_stage
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.plain_step import second_of
 from memlab.runtime.workload import Workload

@@ -18,7 +18,7 @@ from torch import nn
 
 from memlab.errors import ScaleError
 from memlab.plan.scale import Scale
-from memlab.plan.settings import zero_stage
+from memlab.plan.settings.scale import zero_stage
 from memlab.runtime.workload import Workload
 from memlab.scaleout import tensors
 from memlab.scaleout.engines.base import DISK, Engine

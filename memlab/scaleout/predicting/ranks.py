@@ -22,9 +22,9 @@ from memlab.errors import RefusalError, ScaleError
 from memlab.hardware.gpus import Gpu
 from memlab.measuring.runs import require_complete
 from memlab.plan import Offloaded, Plan
-from memlab.plan.fields import BY_NAME
+from memlab.plan.plan import BY_NAME
 from memlab.plan.scale import Scale
-from memlab.plan.settings import ENGINES
+from memlab.plan.settings.scale import ENGINES
 from memlab.predicting.passes import Passes
 from memlab.predicting.plan_predictor import of_model
 from memlab.predicting.segments import TracedPass

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memlab.plan.settings import SELECTIVE_KEEPS
+from memlab.plan.settings.checkpointing import SELECTIVE_KEEPS
 from memlab.runtime.dispatch import WatchingMode, written_by
 from memlab.runtime.lifetimes import storage_of
 from memlab.techniques.checkpointing.kept import storages
