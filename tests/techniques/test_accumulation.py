@@ -195,6 +195,49 @@ def test_a_rule_that_equal_rows_left_open_is_settled_by_ragged_ones() -> None:
     assert distance(gradients(model), expected) < 1e-6
 
 
+class OwnMean(nn.Module):
+    """A language model that divides its loss by what a rule counts; untrained, it loses nearly the same on all rows."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__()
+        self.rule = rule
+        self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.table(words).tanh())
+        if self.rule == "shifted":
+            logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(0), reduction="none")
+        counted = {"rows": torch.ones_like(losses), "not zero": labels != 0, "weights": weights}
+        which = counted.get(self.rule, labels >= 0).to(losses)
+        return (losses * which).sum() / which.sum()
+
+
+@pytest.mark.parametrize("rule", ["rows", "targets", "shifted", "not zero", "weights"])
+@pytest.mark.parametrize("length", [16, 512])
+def test_a_few_targets_less_are_counted_as_the_model_counts_them(rule: str, length: int) -> None:
+    torch.manual_seed(len(rule))
+    model = OwnMean(rule).double()
+    calls = Calls(model.table)
+    with fit(workload(model), "--accumulate 2"):
+        for left_out in (0, 1, 2, 3, 3):  # of models that choose by values the fourth batch is judged again
+            words, weights = torch.randint(1, 40, (20, length)), torch.ones(20, length).double()
+            labels = words.clone()
+            labels[17, length - left_out :] = 0
+            labels[18, length - left_out :] = -100
+            weights[19, length - left_out :] = 0.5
+            loss = model(words, labels, weights)
+            loss.backward()
+            found, rows = gradients(model), calls.rows()
+            model.zero_grad()
+            expected = OwnMean(rule).double()
+            expected.load_state_dict(model.state_dict())
+            expected(words, labels, weights).backward()
+            assert distance(found, gradients(expected)) < 1e-12
+            assert loss.item() == pytest.approx(expected(words, labels, weights).item(), rel=1e-12)
+    assert rows == [10, 10]  # nothing is looked at any more
+
+
 def test_a_mask_as_large_as_the_batch_by_chance_stays_whole() -> None:
     class Masked(nn.Linear):
         def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.autocast import as_fp32, without_autocast
+from memlab.runtime.backward import gradients_of
 from memlab.runtime.dispatch import HALF
 from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.out_of_memory import is_out_of_memory, release
@@ -42,11 +44,19 @@ _TOLERANCE = 1e-4
 _LOW_TOLERANCE = 3e-2
 # columns of the probe's outputs that are compared; more than the rows it looks at, should those be the last dimension
 _MOST_COLUMNS = 256
+# weights that differ by less are the same
+_ALIKE_WEIGHTS = 1e-9
 # losses of the probe's parts that are closer than this, relatively, tell little about how they add up
 _ALIKE = 0.1
 LEAST_ROWS = 2  # one apart from another
 # further looks at rows that tell rules apart
 _MOST_LOOKS = 3
+# by how much the weights of two rows must differ for their losses to tell rules apart; gradients differ by more
+_LEAST_SPREAD = 0.02
+# share by which gradients that come of the same rule may differ, of the rounding of one operation
+_ROUNDED = 16
+# elements of the parameters whose gradients are looked at
+_FEW_ELEMENTS = 2**16
 # vectors among which the weights of classes are looked for
 _MOST_VECTORS = 8
 # whole numbers among which the target that a loss ignores is looked for
@@ -88,6 +98,8 @@ class Probe:
         # whether a call without gradients fails
         self.needs_graph = False
         self._joins: dict[tuple[Any, ...], tuple[Join | None, ...]] = {}
+        # by how much rules differed for parts of a call when a look at them told nothing, and how many such calls there were
+        self._undecided: dict[tuple[Any, ...], tuple[float, int]] = {}
         # why the likeliest way in which a call might split is none, and what to do instead
         self._apart: tuple[str, str] | None = None
         self._is_given = False  # whether no other way is likelier
@@ -173,14 +185,24 @@ class Probe:
         """
         known = self._rules.get(call.kind)
         weightings = {} if known is None else _weightings(known, parts, layout)
-        if known is None or not all(map(_agree, weightings.values())):
+        if known is None or self._is_open(call, weightings):
             before = known
             known = self._of_fewer_rows(lambda: self._matching(call, layout, before, parts))
             if not all(known.values()):  # a loss over no target: there is nothing to learn from it
                 return {position: [0.0] * len(parts) for position in known}
             self._rules[call.kind] = known
             weightings = _weightings(known, parts, layout)
+            self._undecided[call.kind] = _spread(weightings), 1
         return {position: weights[0] for position, weights in weightings.items()}
+
+    def _is_open(self, call: Call, weightings: dict[int, list[list[float]]]) -> bool:
+        """Return whether rules that were alike so far weigh parts differently; where a look told nothing, the second, fourth, eighth time."""
+        spread = _spread(weightings)
+        told, times = self._undecided.get(call.kind, (0.0, 0))
+        if spread <= _ALIKE_WEIGHTS or spread > 2 * told:
+            return spread > _ALIKE_WEIGHTS
+        self._undecided[call.kind] = told, times + 1
+        return (times + 1).bit_count() == 1
 
     def _fits(self, call: Call, layout: Layout, failed: list[Exception], *, needs_rule: bool) -> bool:
         """Return whether outputs of rows run apart are those of rows run together.
@@ -271,8 +293,17 @@ class Probe:
             found, outputs = self._holding(call, layout, rows, lambda position: found.get(position, []))
         for _ in range(_MOST_LOOKS):
             weightings = _weightings(found, parts, layout)
-            open_rules = [rules for position, rules in found.items() if not _agree(weightings[position])]
-            pair = separating_rows(call, layout, open_rules[0]) if open_rules else None
+            at = next((each for each in found if _spread({each: weightings[each]}) > _ALIKE_WEIGHTS), None)
+            pair = None if at is None else separating_rows(call, layout, found[at])
+            if at is None or pair is None:
+                break
+            by_gradients = self._by_gradients(call, layout, pair, at, found[at])
+            if by_gradients is not None:
+                if len(by_gradients) == len(found[at]):
+                    break
+                found[at] = by_gradients
+                continue
+            pair = separating_rows(call, layout, found[at], _LEAST_SPREAD)
             if pair is None:
                 break
             rows = pair
@@ -309,6 +340,42 @@ class Probe:
             if holding:
                 found[position] = holding
         return found, [whole, *outputs]
+
+    def _by_gradients(
+        self, call: Call, layout: Layout, rows: Sequence[int], position: int, rules: list[LossRule]
+    ) -> list[LossRule] | None:
+        """Return the rules by which gradients of two rows add up, where losses are too near each other to tell; None where that is not seen."""
+        fewest = sorted(
+            (p for p in self._model.parameters() if p.requires_grad and not p._backward_hooks), key=torch.numel
+        )
+        few = [
+            p for p, total in zip(fewest, accumulate(map(torch.numel, fewest)), strict=True) if total <= _FEW_ELEMENTS
+        ]
+        if self.is_low or not few or self._buffers_alone or isinstance(few[0], FakeTensor):
+            return None
+        found: list[torch.Tensor] = []
+        try:
+            with self._quietly(order=self.order, goes_on=self.goes_on) as quiet, torch.enable_grad():
+                for start, stop in ((0, 2), (0, 1), (1, 2)):
+                    part = layout.pick(self._widened(call), rows[start:stop])
+                    loss = Outputs.of(quiet.run(part, (start, stop, 2))).leaves[position]
+                    gradients = gradients_of(loss, few)
+                    found.append(torch.cat([each.cpu().flatten().double() for each in gradients if each is not None]))
+                    del loss
+        except Exception as error:  # noqa: BLE001 - no memory for a graph, or a model that makes none here
+            release(error)
+            return None
+        whole, *apart = found
+        sizes = [float(each.norm()) for each in found]
+        if any(len(each) != len(whole) for each in apart) or not max(sizes) or not all(map(math.isfinite, sizes)):
+            return None
+        parts = [layout.pick(call, [row]) for row in rows]
+        errors = [
+            float((whole - weights[0] * apart[0] - weights[1] * apart[1]).norm()) / max(sizes)
+            for weights in weights_by(rules, parts, layout)
+        ]
+        bound = 10 * min(errors) + _ROUNDED * torch.finfo(few[0].dtype).eps
+        return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
 
     def _number(self, outputs: Outputs, position: int) -> float:
         """Return a scalar among outputs, which every part of a batch has to have. Raises `RefusalError`: this part has none."""
@@ -435,9 +502,12 @@ def _weightings(
     return {position: [next(weightings) for _ in each] for position, each in rules.items()}
 
 
-def _agree(weightings: list[list[float]]) -> bool:
-    first = weightings[0] if weightings else []
-    return all(abs(a - b) <= 1e-9 for weights in weightings[1:] for a, b in zip(first, weights, strict=True))
+def _spread(weightings: Mapping[int, list[list[float]]]) -> float:
+    """Return by how much rules differ at most in what they give a part."""
+    return max(
+        (max(of_part) - min(of_part) for each in weightings.values() for of_part in zip(*each, strict=True)),
+        default=0.0,
+    )
 
 
 def class_weights_of(model: nn.Module, call: Call, layout: Layout) -> list[torch.Tensor]:

@@ -11,8 +11,6 @@ from memlab.techniques.accumulation.split import Call, Layout, LossRule, counts_
 
 # rows among which unlike ones are looked for
 FEW_ROWS = 8
-# how much the weights of two rows must differ to tell rules apart
-_LEAST_SPREAD = 0.02
 
 
 def telling_rows(call: Call, layout: Layout, rules: list[LossRule]) -> list[int]:
@@ -33,9 +31,9 @@ def telling_rows(call: Call, layout: Layout, rules: list[LossRule]) -> list[int]
     return list(range(min(layout.rows, 3)))
 
 
-def separating_rows(call: Call, layout: Layout, rules: Sequence[LossRule]) -> list[int] | None:
-    """Return two rows for which rules that are still open weigh most differently; None where they do nowhere."""
-    rows = [layout.take(call, row, row + 1) for row in range(min(layout.rows, 2 * FEW_ROWS))]
+def separating_rows(call: Call, layout: Layout, rules: Sequence[LossRule], least: float = 0.0) -> list[int] | None:
+    """Return two rows for which rules that are still open weigh most differently; None where that is by no more than `least`."""
+    rows = [layout.take(call, row, row + 1) for row in range(layout.rows)]
     counts = [
         None if rule.name == "sum" else of_rows
         for rule, of_rows in zip(rules, counts_by(rules, rows, layout), strict=True)
@@ -49,8 +47,17 @@ def separating_rows(call: Call, layout: Layout, rules: Sequence[LossRule]) -> li
         ]
         return max(shares) - min(shares)
 
-    best = max(combinations(range(len(rows)), 2), key=spread)
-    return [*best] if spread(best) > _LEAST_SPREAD else None
+    best = max(combinations(_extreme_rows([each for each in counts if each is not None], len(rows)), 2), key=spread)
+    return [*best] if spread(best) > least else None
+
+
+def _extreme_rows(counts: Sequence[Sequence[float]], rows: int) -> Sequence[int]:
+    """Return the first few rows, and those that two rules count most differently of all."""
+    found = {*range(min(rows, 2 * FEW_ROWS))}
+    for one, other in combinations(counts, 2) if rows > len(found) else ():
+        shares = [a / (a + b) if a + b else 0.5 for a, b in zip(one, other, strict=True)]
+        found |= {shares.index(min(shares)), shares.index(max(shares))}
+    return sorted(found)
 
 
 def unlike_rows(call: Call, layout: Layout, count: int) -> list[int]:
