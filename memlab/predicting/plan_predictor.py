@@ -157,7 +157,7 @@ class PlanPredictor:
                 "does not know; measure it instead: measure(workload, plan)"
             )
         self.target: Target = target_for(workload, device)
-        self._tracer = Tracer(workload, self.target.device, self.target.choices, others)
+        self._tracer = Tracer(workload, self.target.device, self.target.choices, others, self.target.compute_capability)
         self._tape = tape_of([workload, *others])
         self._passes = Passes(self._tracer, self.target.rates_under)
         self._workspaces = levels({Category.WORKSPACES: sum(self.target.workspaces)})

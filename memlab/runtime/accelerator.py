@@ -109,11 +109,6 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return major, minor
 
 
-def rounds_to_tf32(device: torch.device) -> bool:
-    """Return whether torch's setting for products of fp32 has a device round to tf32, where it is new enough; ROCm does not follow it."""
-    return device.type == "cuda" and not torch.version.hip
-
-
 def shares_host_memory(device: torch.device) -> bool:
     """Return whether the memory of a device is that of the host.
 

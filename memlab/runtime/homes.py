@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from weakref import WeakKeyDictionary
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memlab.runtime.lifetimes import WhileAlive
 
 # of the storage its values rest in, which parameters and the aliases of them share
 _homes: WhileAlive[torch.device] = WhileAlive()
+_stood_for: MutableMapping[FakeTensorMode, torch.device] = WeakKeyDictionary()
 
 
 def home_of(parameter: torch.Tensor) -> torch.device:
@@ -18,6 +23,17 @@ def home_of(parameter: torch.Tensor) -> torch.device:
         device(type='cpu')
     """
     return _homes.of(parameter.untyped_storage()) or parameter.device
+
+
+def stood_for(parameter: torch.Tensor) -> torch.device:
+    """Return the device a parameter is used on; of a prediction's fake one, which is on the CPU, the device that it stands for."""
+    device = _stood_for.get(parameter.fake_mode) if isinstance(parameter, FakeTensor) else None
+    return device or home_of(parameter)
+
+
+def stand_for(mode: FakeTensorMode, device: torch.device) -> None:
+    """Remember which device the fake tensors of a mode stand for."""
+    _stood_for[mode] = device
 
 
 def is_at_rest(parameter: torch.Tensor) -> bool:

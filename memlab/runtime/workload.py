@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memlab.errors import WorkloadError
-from memlab.runtime.accelerator import is_accelerator
+from memlab.runtime.accelerator import compute_capability, is_accelerator
 from memlab.runtime.namespace import model_and_optimizers, trainer_model
 from memlab.runtime.ownership import steps_some_of, unwrap_model, unwrap_optimizer
 
@@ -113,6 +113,11 @@ class Workload:
         parameters = list(self.model.parameters())
         trained = [p for p in parameters if p.requires_grad] or parameters
         return next((p for p in trained if is_accelerator(p.device)), trained[0]).device
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Return that of the device; None where it is no GPU of NVIDIA's."""
+        return compute_capability(self.device)
 
     def describe(self) -> str:
         """Model, size, optimizer and device in one line."""

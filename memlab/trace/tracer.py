@@ -111,11 +111,12 @@ class Tracer:
         device: torch.device | None = None,  # the twin says it is on; by default the workload's
         choices: Choices | None = None,  # what makes operators choose as on that device
         others: Sequence[Workload] = (),  # those of the other models that train in the same loop
+        capability: tuple[int, int] | None = None,  # of the device, where it is a GPU of NVIDIA's
     ) -> None:
         self._live = [workload, *others]
         self._choices = choices or Choices()
-        self.twin = Twin(workload, device)
-        self.twins = [self.twin, *(Twin(other, device, self.twin) for other in others)]
+        self.twin = Twin(workload, device, capability)
+        self.twins = [self.twin, *(Twin(other, device, capability, self.twin) for other in others)]
         # modules of the twin that are marked in passes (see `memlab.trace.marks`); None where nobody looks at marks of modules
         self.marked: Sequence[nn.Module] | None = None
         self._fakes = FastFakes(self.twin.fake_mode, recipes_for(self._choices))

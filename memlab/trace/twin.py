@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from memlab.errors import TraceError
 from memlab.runtime.batch import Batch
+from memlab.runtime.homes import stand_for
 from memlab.runtime.reach import MODULE_HOOKS, keeps_state_in_modules
 from memlab.runtime.stand_ins import HOOK_OPTIONS
 from memlab.runtime.touch import own_class
@@ -49,13 +50,17 @@ class TwinWorkload(Workload):
 
     has_values = False
 
-    def __init__(self, device: torch.device, **given: Any) -> None:
-        self._stands_for = device
+    def __init__(self, device: torch.device, capability: tuple[int, int] | None, **given: Any) -> None:
+        self._stands_for, self._capability = device, capability
         super().__init__(**given)
 
     @property
     def device(self) -> torch.device:
         return self._stands_for
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        return self._capability
 
 
 class Twin:
@@ -64,14 +69,22 @@ class Twin:
     Args:
         workload: the live objects.
         device: the device the twin says it is on; by default the workload's.
+        capability: its compute capability, where it is a GPU of NVIDIA's.
         beside: the twin of a model that trains in the same loop; what both have in common they share.
     """
 
-    def __init__(self, workload: Workload, device: torch.device | None = None, beside: Twin | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device | None = None,
+        capability: tuple[int, int] | None = None,
+        beside: Twin | None = None,
+    ) -> None:
         # the mode all fake tensors belong to
         self.fake_mode: FakeTensorMode = (
             FakeTensorMode(allow_non_fake_inputs=True) if beside is None else beside.fake_mode
         )
+        stand_for(self.fake_mode, device or workload.device)
         self.notes: list[str] = []  # what was left behind, in words
         self._live = workload
         session = session_of(workload.model)
@@ -83,6 +96,7 @@ class Twin:
         # fake model, optimizers without state, batch and loss function
         self.workload = TwinWorkload(
             device or workload.device,
+            capability,
             model=model,
             optimizer=[self._copied_optimizer(optimizer) for optimizer in workload.optimizers],
             batch=self._copied_batch(workload.batch),
@@ -94,7 +108,13 @@ class Twin:
         """The same fake objects with another batch."""
         twin = self.workload
         return TwinWorkload(
-            twin.device, model=twin.model, optimizer=twin.optimizers, batch=batch, loss_fn=twin.loss_fn, name=twin.name
+            twin.device,
+            twin.compute_capability,
+            model=twin.model,
+            optimizer=twin.optimizers,
+            batch=batch,
+            loss_fn=twin.loss_fn,
+            name=twin.name,
         )
 
     def with_rows(self, layout: Layout, rows: int) -> Workload:

@@ -15,7 +15,7 @@ from torch import nn
 from memlab import Workload, predict
 from memlab.allocator import Settings
 from memlab.allocator.settings import VARIABLES
-from memlab.errors import MemlabError, WorkloadError
+from memlab.errors import MemlabError, RefusalError, WorkloadError
 from memlab.hardware.gpus import gpu, gpus
 from memlab.predicting.targets import interval_seconds, target_for
 from memlab.units import GIB
@@ -162,3 +162,44 @@ def test_tf32_is_predicted_at_its_own_rate() -> None:
         assert predict(wide, "--precision fp32", "A100 80GB").step_seconds == fp32
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+_TF32 = "precision: tf32 needs a CUDA GPU of the Ampere generation or newer; use --bf16 here"
+
+
+@pytest.mark.parametrize(
+    ("device", "refused"),
+    [
+        ("T4", {"--precision tf32": _TF32}),
+        ("A100 80GB", {}),
+        ("MI300X", {"--precision tf32": _TF32}),
+        (
+            "Arc B580",
+            {
+                "--precision tf32": _TF32,
+                "--optim paged-adam8bit": "optimizer: paged-adam8bit needs a CUDA GPU with unified memory, and the model is on xpu; "
+                "nearest: --adam8bit",
+            },
+        ),
+        (
+            "M2",
+            {
+                "--precision tf32": _TF32,
+                "--adam8bit": "optimizer: bitsandbytes has no 8-bit kernels for MPS; use --offload optimizer, or --optim adafactor",
+                "--offload optimizer:host": "offload: optimizer to host: the model is on MPS, whose memory is the host's; "
+                "use --offload optimizer:disk (the default there)",
+                "--offload activations:host": "offload: activations to host: the model is on MPS, whose memory is the host's; "
+                "use --offload activations:disk (the default there)",
+            },
+        ),
+    ],
+)
+def test_a_prediction_refuses_what_the_device_refuses(workload: Workload, device: str, refused: dict[str, str]) -> None:
+    plans = {"--precision tf32", "--offload optimizer:host", "--offload activations:host", "--adam8bit", *refused}
+    said = {}
+    for plan in plans:
+        try:
+            predict(workload, plan, device)
+        except RefusalError as refusal:
+            said[plan] = str(refusal)
+    assert said == refused

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memlab.errors import RefusalError
 from memlab.plan import Offloaded, Plan, Tier
 from memlab.runtime.accelerator import has_streams, is_accelerator
-from memlab.runtime.homes import home_of
+from memlab.runtime.homes import home_of, stood_for
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating, Visiting, brought
 from memlab.runtime.optimizer_step import foreign_stepper
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -87,7 +87,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
         self._leaving: list[Leaving] = []
 
     def check(self, workload: Workload) -> None:
-        self._tier(home_of(next(workload.model.parameters())))
+        self._tier(stood_for(next(workload.model.parameters())))
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -97,7 +97,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
                 "use torch.optim.AdamW with --offload optimizer, or LBFGS without it",
             )
         for parameter in parameters_in(optimizer):
-            self._tier(home_of(parameter))
+            self._tier(stood_for(parameter))
 
     def attach_model(self, workload: Workload, undo: ExitStack) -> None:
         # a prediction says so of parameters without values on the CPU
@@ -149,7 +149,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
         if not _moves(value):
             return None
         if consists_of_others(value):
-            return _Kept(self._spill(home_of(parameter)).store(value))
+            return _Kept(self._spill(stood_for(parameter)).store(value))
         if own_class(value) not in PLAIN:
             self.notes.once(
                 f"what an optimizer keeps in a {type(value).__name__} stays where it is: what such a tensor does is not known"
@@ -159,7 +159,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
             return _Kept(value)
         tensor = None if free is None else free.tensor
         if tensor is None or tensor.shape != value.shape or tensor.dtype != value.dtype:
-            tensor = self._spill(home_of(parameter)).empty_like(value)
+            tensor = self._spill(stood_for(parameter)).empty_like(value)
         tensor = laid_out_like(tensor, _like(parameter, value))
         ticket = copy_streams_of(value).send(tensor, value)
         if self._leaving:
@@ -173,7 +173,7 @@ class OffloadOptimizer(Offload, StateForm, Updating, OwnMemory):
         if self._is_stepping and self._host_update(optimizer) is not None:
             return kept.tensor
         if self._is_stepping and self._is_in_file(parameter):
-            return self._spill(home_of(parameter)).store(kept.tensor)
+            return self._spill(stood_for(parameter)).store(kept.tensor)
         return (self._arriving.pop((parameter, name), None) or _fetched(parameter, kept)).wait()
 
     def _is_in_file(self, parameter: Parameter) -> bool:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from memlab.errors import RefusalError
@@ -28,7 +29,7 @@ from memlab.extras import require
 from memlab.plan import OptimizerChoice, Plan
 from memlab.runtime.accelerator import has_kernel, name_of
 from memlab.runtime.buckets import group_of
-from memlab.runtime.homes import home_of
+from memlab.runtime.homes import stood_for
 from memlab.runtime.mechanisms import OwnMemory, StateForm, Stepper, Updating
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.plain_step import unhooked_step
@@ -350,8 +351,11 @@ def _refuse_missing_packages(optimizer: Optimizer, choice: OptimizerChoice) -> N
 
 
 def _refuse_missing_kernels(optimizer: Optimizer, choice: OptimizerChoice) -> None:
-    row, device = REPLACEMENTS[choice], home_of(next(iter(parameters_in(optimizer))))
-    if row.kernel and not has_kernel(row.kernel, device):
+    row, parameter = REPLACEMENTS[choice], next(iter(parameters_in(optimizer)))
+    device = stood_for(parameter)
+    # which kernels a package would bring for a device that is not here, nobody can ask
+    has = device.type in row.backends if isinstance(parameter, FakeTensor) else has_kernel(row.kernel, device)
+    if row.kernel and not has:
         reason = f"{row.package} has no 8-bit kernels for {name_of(device)}"
         raise RefusalError(_FIELD, reason, "use --offload optimizer, or --optim adafactor")
 

@@ -11,6 +11,7 @@ import torch
 from memlab.errors import RefusalError
 from memlab.extras import require
 from memlab.plan import OptimizerChoice
+from memlab.runtime.homes import stood_for
 from memlab.runtime.modules import repeated_blocks
 from memlab.techniques.base import Description
 from memlab.techniques.optimizer import state_formats
@@ -33,6 +34,7 @@ class Replacement:
     rate: float = 1.0
     package: str = ""  # what it needs to be installed
     kernel: str = ""  # the operator of that package which updates, and has kernels for some backends alone
+    backends: tuple[str, ...] = ("cpu", "cuda", "xpu")  # that it is known to have them for
     dtypes: tuple[torch.dtype, ...] = ()  # of the parameters that it can update; empty for all
     adds_decay: bool = False  # whether it adds weight decay to the gradient, as Adam does and AdamW does not
     refuse: Callable[[Optimizer], None] = lambda _optimizer: None  # raises a refusal of its own
@@ -99,7 +101,7 @@ def _is_8bit(optimizer: Optimizer, *, paged: bool) -> bool:
 
 
 def _refuse_paging_off_cuda(optimizer: Optimizer) -> None:
-    device = optimizer.param_groups[0]["params"][0].device
+    device = stood_for(optimizer.param_groups[0]["params"][0])
     if device.type != "cuda":
         reason = f"paged-adam8bit needs a CUDA GPU with unified memory, and the model is on {device}"
         raise RefusalError("optimizer", reason, "nearest: --adam8bit")

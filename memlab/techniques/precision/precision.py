@@ -27,7 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
-from memlab.runtime.accelerator import rounds_to_tf32
 from memlab.runtime.aliases import is_in_shared_memory
 from memlab.runtime.autocast import as_fp32, without_autocast
 from memlab.runtime.backward import around_backward_passes, is_in_backward
@@ -65,6 +64,7 @@ _TOGETHER = (
     "they are in bf16",
     "use --bf16, or a hook for each (register_hook)",
 )
+_FIRST_WITH_TF32 = (8, 0)  # compute capability
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch gives each
 
 
@@ -138,7 +138,7 @@ class PrecisionChoice(Technique, LoopChecks):
         before = self.host.predecessor(self)
         masters = self._masters if before is None else before._masters
         dtypes = {masters.canonical_dtype(p) for p in workload.model.parameters() if p.requires_grad}
-        if precision is Precision.TF32 and not rounds_to_tf32(workload.device):
+        if precision is Precision.TF32 and (workload.compute_capability or (0, 0)) < _FIRST_WITH_TF32:
             raise RefusalError(self.field, "tf32 needs a CUDA GPU of the Ampere generation or newer", "use --bf16 here")
         if precision in (Precision.FP16, Precision.BF16, Precision.PURE_BF16) and dtypes - {torch.float32}:
             others = dtypes - {torch.float32}
