@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import memlab
+from memlab.jupyter.panel import Panel
 from memlab.live.control import Control, control_of
 from memlab.live.effects import effect_of
 from memlab.live.source import Can
@@ -28,8 +32,13 @@ from memlab.runtime.observer import Observer
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit, sessions, train_together
 from memlab.session.snapshot import Snapshot
+from memlab.session.switching import Switching
+from memlab.techniques.checkpointing.checkpointing import ActivationCheckpointing
+from tests.helpers.hand import Hand
 from tests.helpers.snapshots import changed_between
 from tests.helpers.stages import Later, Playing
+
+HOME = Path(memlab.__file__).parent
 
 
 class Blocks(nn.Module):
@@ -107,6 +116,37 @@ class Cell:
         self.session.observers.remove(self.meter)
         self.meter.close()
         self.device.close()
+
+
+def test_a_toggle_passes_twelve_files_at_most(
+    control: Control, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which one calls the next, from the click until it is noted, and from the boundary of a step to the technique."""
+    seen: set[str] = set()
+
+    def spied(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            seen.update(frame.filename for frame in traceback.extract_stack() if frame.filename.startswith(str(HOME)))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    spied(Switching, "ask")
+    spied(ActivationCheckpointing, "attach_model")
+    panel = Panel(control)
+    with Cell(control, workload) as cell:
+        cell.train(1)
+        asking = threading.Thread(target=lambda: Hand(panel).flip("checkpointing"))
+        asking.start()
+        asking.join()
+        cell.train(1)
+    panel.close()
+    assert control.moment().plan == Plan.parse("--checkpoint")
+    files = sorted(str(Path(each).relative_to(HOME)) for each in seen)
+    assert {"jupyter/panel.py", "session/in_force.py"} <= {*files}
+    assert len(files) <= 12, files
 
 
 def test_a_setting_is_applied_where_nothing_runs(control: Control, workload: Workload) -> None:
