@@ -238,6 +238,34 @@ def test_a_few_targets_less_are_counted_as_the_model_counts_them(rule: str, leng
     assert rows == [10, 10]  # nothing is looked at any more
 
 
+def test_a_loss_of_two_means_stays_whole_once_they_differ() -> None:
+    """Of targets and of rows: alike where all rows have as many targets."""
+
+    class TwoMeans(OwnMean):
+        def forward(self, words: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return super().forward(words, labels, weights) + self.table(words).square().mean()
+
+    torch.manual_seed(0)
+    model = TwoMeans("targets").double()
+    words, weights = torch.randint(1, 40, (8, 64)), torch.ones(8, 64).double()
+    labels = words.clone()
+    with fit(workload(model), "--accumulate 2") as session:
+        model(words, labels, weights).backward()
+        model.zero_grad()
+        labels[5, 60:] = -100
+        model(words, labels, weights).backward()
+        found = gradients(model)
+        notes = " ".join(session.notes)
+    model.zero_grad()
+    model(words, labels, weights).backward()
+    assert distance(found, gradients(model)) < 1e-12
+    assert re.search(
+        r"a batch is run whole, since the loss of TwoMeans is not a mean or sum over rows or targets, so micro-batches cannot "
+        r"give its gradient: for two rows that is [\d.e-]+ off \(allowed 1e-04\)",
+        notes,
+    )
+
+
 def test_a_mask_as_large_as_the_batch_by_chance_stays_whole() -> None:
     class Masked(nn.Linear):
         def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from memlab.techniques.accumulation.split import (
 _T = TypeVar("_T")
 
 _FIELD = "accumulation"
+_OWN_LOSS = "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint"
 # relative difference up to which two results count as equal: in fp32, and in half precision
 _TOLERANCE = 1e-4
 _LOW_TOLERANCE = 3e-2
@@ -317,7 +318,7 @@ class Probe:
                 _FIELD,
                 f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient: "
                 f"for {len(rows)} rows together it is {together}, for them in two parts {first} and {others}",
-                "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
+                _OWN_LOSS,
             )
         return found
 
@@ -374,6 +375,13 @@ class Probe:
             float((whole - weights[0] * apart[0] - weights[1] * apart[1]).norm()) / max(sizes)
             for weights in weights_by(rules, parts, layout)
         ]
+        if min(errors) > self._tolerance:
+            raise RefusalError(
+                _FIELD,
+                f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient: "
+                f"for two rows that is {min(errors):.2g} off (allowed {self._tolerance:.0e})",
+                _OWN_LOSS,
+            )
         bound = 10 * min(errors) + _ROUNDED * torch.finfo(few[0].dtype).eps
         return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
 
