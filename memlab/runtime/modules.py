@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -181,10 +181,19 @@ def refuse_kept_weights(field: str, model: nn.Module, name: str) -> None:
         )
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, whose annotations may name what is not there: since Python 3.14 nobody looks before."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
+
+
 def accepts_use_cache(model: nn.Module) -> bool:
     """Return whether the model call has a `use_cache` argument, as Transformers decoders do."""
     forward = inspect.getattr_static(type(model), "forward", None)  # of torch.jit's modules it is no function
-    return callable(forward) and "use_cache" in inspect.signature(forward).parameters
+    return callable(forward) and "use_cache" in signature_of(forward).parameters
 
 
 def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
