@@ -206,9 +206,14 @@ def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
     return dict(kwargs)
 
 
+# what a key-value cache is called in arguments and outputs; `cache` since Transformers 5.24
+CACHE_NAMES = ("past_key_values", "past_key_value", "cache", "cache_params", "mems")
+_CACHE_NAMES_OF_DECODERS = ("past_key_values", "cache")
+
+
 def _needs_cache(kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call is another one without a cache: by its absence models tell packed rows and cached beginnings."""
-    return any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
+    return any(kwargs.get(name) is not None for name in (*_CACHE_NAMES_OF_DECODERS, "position_ids"))
 
 
 class CacheOff:
@@ -224,7 +229,8 @@ class CacheOff:
         Raises:
             RefusalError: the loop asks for one, which it may read or hand to the next call.
         """
-        asks = kwargs.get("use_cache") is True or ("past_key_values" in kwargs and kwargs.get("use_cache") is not False)
+        may_ask = kwargs.get("use_cache") is not False and any(name in kwargs for name in _CACHE_NAMES_OF_DECODERS)
+        asks = kwargs.get("use_cache") is True or may_ask
         if asks and not _needs_cache(kwargs) and (kwargs.get("use_cache") or _configs_with_cache(model)):
             raise RefusalError(
                 self._field,
