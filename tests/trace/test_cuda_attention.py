@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab.hardware.gpus import gpu
-from memlab.runtime.dispatch import StorageWatch
+from memlab.runtime.dispatch import TORCH, StorageWatch
 from memlab.techniques.checkpointing.selective import Products
 from memlab.trace.cuda_attention import Attention, attention_backend
 from memlab.trace.cuda_choices import cuda_choices
@@ -56,8 +56,8 @@ MASK = torch.empty(2, 4, 16, 16, dtype=torch.bool, device="meta")
         ("A100 80GB", Attention(rows(BF16), rows(BF16), rows(BF16), MASK), EFFICIENT),
         ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), MASK), CUDNN),
         ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), MASK.float().requires_grad_()), EFFICIENT),
-        # cuDNN knows dropout in sixteenths only
-        ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), dropout=0.1), FLASH),
+        # cuDNN knows dropout in sixteenths only, which torch asks for since 2.12
+        ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), dropout=0.1), FLASH if TORCH >= (2, 12) else CUDNN),
         ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), dropout=0.125), CUDNN),
         # grouped heads
         ("A100 80GB", Attention(rows(BF16), rows(BF16, 2), rows(BF16, 2), grouped=True), FLASH),
