@@ -34,7 +34,7 @@ _MENU = """
 """
 _PAGES = {
     "Using memlab": (
-        *("docs/demo", "docs/gallery", "docs/usage", "docs/cheatsheet", "docs/why_did_nothing_change", "docs/limits", "docs/measured", "docs/compared"),
+        *("docs/demo", "docs/gallery", "docs/usage", "docs/cheatsheet", "docs/why_did_nothing_change", "docs/limits", "docs/measured", "docs/compared", "docs/versions"),
         *("docs/stacks", "docs/allocator_accuracy", "tests/emulated_gpu/README", "tests/emulated_gpu/last_run"),
     ),
     "Reference": ("docs/flags", "docs/api", "CHANGELOG"),

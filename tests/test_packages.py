@@ -57,6 +57,20 @@ def test_pythons_that_are_tested_begin_with_the_lowest() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     tested = workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
     assert PROJECT["requires-python"] == f">={tested[0]}"
+    classified = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.", line)]
+    assert classified == tested
+
+
+def test_every_extra_is_tried_with_its_lowest_and_newest_versions() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    matrix = workflow["jobs"]["versions"]["strategy"]["matrix"]
+    assert {*matrix["extra"]} == {"none", *PROJECT["optional-dependencies"]}
+    script = (ROOT / ".ci/versions").read_text()
+    rows = (ROOT / "docs/versions.md").read_text().splitlines()
+    for extra in matrix["extra"]:
+        assert re.search(rf"^  {extra}\) ", script, re.MULTILINE), extra
+        for which in matrix["versions"]:
+            assert any(row.startswith(f"| {extra} | {which} |") for row in rows), (extra, which)
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from memlab.records.inference import CacheUse
+from memlab.runtime.modules import CACHE_NAMES
 from memlab.techniques.offload.spill import is_spilled
 
-NAMES = ("past_key_values", "past_key_value", "cache_params", "mems")
 _FULL, _WINDOWED = "full_attention", ("sliding_attention", "chunked_attention")
 
 
 def caches_in(values: Any) -> list[Any]:
     """Caches in keyword arguments or in a model's output."""
     if isinstance(values, Mapping):
-        return [values[name] for name in NAMES if values.get(name) is not None]
+        named = [values[name] for name in CACHE_NAMES if values.get(name) is not None]
+        return list({id(each): each for each in named}.values())  # one may go by several names
     if isinstance(values, tuple):
         return [value for value in values if is_cache(value)]
     return []

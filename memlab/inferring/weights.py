@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from memlab.errors import RefusalError
-from memlab.inferring.cache import NAMES, is_cache
+from memlab.inferring.cache import is_cache
 from memlab.plan import Precision, Tier
 from memlab.runtime.homes import is_at_rest
+from memlab.runtime.modules import CACHE_NAMES
 from memlab.techniques.offload.spill import Spill, resolve_tier
 from memlab.techniques.precision.first_call import AUTOCAST_DTYPES
 from memlab.techniques.precision.pure_bf16 import convertible_buffers
@@ -117,9 +118,9 @@ def _converted(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> A
     if type(value) is list:
         return [_converted(part, convert) for part in value]
     if type(value) is dict:
-        return {name: part if name in NAMES else _converted(part, convert) for name, part in value.items()}
+        return {name: part if name in CACHE_NAMES else _converted(part, convert) for name, part in value.items()}
     if isinstance(value, Mapping) and hasattr(value, "to_tuple"):
         # an output of Transformers: attributes and items are the same things
-        fields = {name: part if name in NAMES else _converted(part, convert) for name, part in value.items()}
+        fields = {name: part if name in CACHE_NAMES else _converted(part, convert) for name, part in value.items()}
         return type(value)(**fields)
     return value

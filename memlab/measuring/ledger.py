@@ -16,8 +16,8 @@ Rules of the ledger, in the order in which they matter:
 6. Where the engine of autograd adds two gradients of one tensor, it writes the sum over the first if nobody else holds
    it (torch/csrc/autograd/input_buffer.cpp), but not while a mode watches. Of a GPU, whose own counters say what steps
    take that nobody watches, it is recorded as if it did.
-7. Of a product along a dimension torch computes the gradient by another formula while a mode watches (`prod_backward` in
-   torch/csrc/autograd/FunctionsManual.cpp), so nobody watches there: it is one operator. Of all formulas tried, none other differs
+7. Of a product along a dimension (before torch 2.13 of cumulative products, too) torch computes the gradient by another formula while
+   a mode watches (`prod_backward` in torch/csrc/autograd/FunctionsManual.cpp), so nobody watches there: it is one operator. Of all formulas tried, none other differs
    (`tests/measuring/test_formulas.py`).
 """
 
@@ -57,14 +57,14 @@ from memlab.measuring.observation import (
 from memlab.measuring.operator_effects import EFFECTS, OperatorEffect
 from memlab.records import Category, Phase
 from memlab.runtime.backward import is_in_backward
-from memlab.runtime.dispatch import WatchingMode, defers, is_within_compiled_call
+from memlab.runtime.dispatch import TORCH, WatchingMode, defers, is_within_compiled_call
 from memlab.runtime.interrupts import deferred_interrupts
 from memlab.runtime.tree import tensors_in
 from memlab.techniques.offload.spill import is_spilled
 from memlab.units import format_bytes
 
 ADD = torch.ops.aten.add.Tensor
-_PRODUCT = torch.ops.aten.prod.dim_int
+_PRODUCTS = {torch.ops.aten.prod.dim_int, *(() if TORCH >= (2, 13) else (torch.ops.aten.cumprod.default,))}
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -253,7 +253,7 @@ class Ledger(WatchingMode):
         effect = EFFECTS[func]
         if not effect or not self.watching:
             return out
-        if func is _PRODUCT:
+        if func in _PRODUCTS:
             self._product = weakref.ref(out)
         try:
             if self._gone:
@@ -284,7 +284,7 @@ class Ledger(WatchingMode):
         """Have nobody watch the backward pass of a product, which now has its graph."""
         self._product = None
         node = None if product is None else product.grad_fn
-        if node is None or not node.name().startswith("Prod"):
+        if node is None or not node.name().startswith(("Prod", "Cumprod")):
             return
         there = weakref.ref(self)
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import re
 
-import torch
+from memlab.runtime.dispatch import TORCH
 
 _CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024  # ":4096:2:16:8"
 _LARGE_CUBLAS_BYTES = 8 * 4096 * 1024
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _THREADS = 2  # the one that runs forward, and autograd's for the device
 
 
@@ -30,7 +29,7 @@ def _cublas_bytes(capability: tuple[int, int]) -> int:
     pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(kib) * 1024 * int(count) for kib, count in pairs)  # nothing when it is ":0:0"
-    large = capability[0] in (9, 10, 12) if _VERSION >= (2, 12) else capability == (9, 0)
+    large = capability[0] in (9, 10, 12) if TORCH >= (2, 12) else capability == (9, 0)
     return _LARGE_CUBLAS_BYTES if large else _CUBLAS_BYTES
 
 

@@ -18,6 +18,7 @@ _LEFT_ALONE = "code of memlab is not compiled"
 _deferring: dict[type, bool] = {}
 own_tensors: set[str] = set()  # names of classes of memlab's that loops get tensors of
 _DEVICE = torch.ops.prim.device.default
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])  # its version
 HALF = (torch.float16, torch.bfloat16)  # numbers of half precision
 # operators that multiply matrices, on a GPU by cuBLAS
 MATRIX_PRODUCTS = frozenset(

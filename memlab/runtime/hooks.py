@@ -79,7 +79,8 @@ class CallHook(InPlace):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self.owner()
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            # `is_exporting()` is true in everything that Dynamo compiles before torch 2.12
+            if torch.compiler._is_exporting_flag:
                 self._traced()
             if not self._breaks_graphs:
                 return model._call_impl(*args, **kwargs)

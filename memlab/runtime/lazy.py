@@ -242,6 +242,23 @@ class Waiting:
         return found
 
 
+def _arguments_borrow() -> bool:
+    """Return whether an argument may be in a variable without a reference of its own: the caller's is enough from Python 3.14 on."""
+
+    def references(argument: object) -> int:
+        return sys.getrefcount(argument)
+
+    variable = object()
+    return references(variable) == sys.getrefcount(variable)
+
+
+_ARGUMENTS_BORROW = _arguments_borrow()
+
+
+def _arguments_of(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
 def may_be_read(waiting: Sequence[weakref.ref[LazyTensor]]) -> bool:
     """Return whether code may look at one of these tensors later.
 
@@ -256,8 +273,9 @@ def may_be_read(waiting: Sequence[weakref.ref[LazyTensor]]) -> bool:
             is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
             for name in [*variables]:
                 # held by the frame of a function, and before Python 3.13 by the copy that its `f_locals` is; a variable of a
-                # function around it is counted there
-                holding = {"frame": is_function and name not in code.co_freevars, "dict": isinstance(variables, dict)}
+                # function around it is counted there, and so is an argument that borrows it
+                is_own = name not in code.co_freevars and not (_ARGUMENTS_BORROW and name in _arguments_of(code))
+                holding = {"frame": is_function and is_own, "dict": isinstance(variables, dict)}
                 edges = [(id(frame), name, kind) for kind, holds in holding.items() if holds]
                 if holders.look(variables[name], edges, 2, ids) and (
                     _is_read_from(code, frame.f_lasti, name)
@@ -348,11 +366,12 @@ def _is_read_at(steps: Sequence[dis.Instruction], number: int, name: str) -> boo
     """Return whether an instruction reads a variable, for anything but the loss."""
     step, then, after = [*steps[number : number + 3], None, None][:3]
     assert step is not None
-    named = step.argval == name or (isinstance(step.argval, tuple) and name in step.argval)
-    if not named or not step.opname.startswith(_LOADS):
+    loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    if name not in loaded or not step.opname.startswith(_LOADS):
         return False
-    is_item = after is not None and after.opname.startswith("BINARY")
-    return not (then is not None and (then.opname == "LOAD_ATTR" or is_item) and then.argval in _LOSSES)
+    is_last = name not in loaded[:-1]  # what follows takes the last one
+    is_item = after is not None and (after.opname == "BINARY_SUBSCR" or after.argrepr == "[]")
+    return not (is_last and then is not None and (then.opname == "LOAD_ATTR" or is_item) and then.argval in _LOSSES)
 
 
 @functools.lru_cache(maxsize=1024)

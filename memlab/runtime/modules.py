@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -181,10 +181,19 @@ def refuse_kept_weights(field: str, model: nn.Module, name: str) -> None:
         )
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, whose annotations may name what is not there: since Python 3.14 nobody looks before."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
+
+
 def accepts_use_cache(model: nn.Module) -> bool:
     """Return whether the model call has a `use_cache` argument, as Transformers decoders do."""
     forward = inspect.getattr_static(type(model), "forward", None)  # of torch.jit's modules it is no function
-    return callable(forward) and "use_cache" in inspect.signature(forward).parameters
+    return callable(forward) and "use_cache" in signature_of(forward).parameters
 
 
 def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,9 +206,14 @@ def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
     return dict(kwargs)
 
 
+# what a key-value cache is called in arguments and outputs; `cache` since Transformers 5.24
+CACHE_NAMES = ("past_key_values", "past_key_value", "cache", "cache_params", "mems")
+_CACHE_NAMES_OF_DECODERS = ("past_key_values", "cache")
+
+
 def _needs_cache(kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call is another one without a cache: by its absence models tell packed rows and cached beginnings."""
-    return any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
+    return any(kwargs.get(name) is not None for name in (*_CACHE_NAMES_OF_DECODERS, "position_ids"))
 
 
 class CacheOff:
@@ -215,7 +229,8 @@ class CacheOff:
         Raises:
             RefusalError: the loop asks for one, which it may read or hand to the next call.
         """
-        asks = kwargs.get("use_cache") is True or ("past_key_values" in kwargs and kwargs.get("use_cache") is not False)
+        may_ask = kwargs.get("use_cache") is not False and any(name in kwargs for name in _CACHE_NAMES_OF_DECODERS)
+        asks = kwargs.get("use_cache") is True or may_ask
         if asks and not _needs_cache(kwargs) and (kwargs.get("use_cache") or _configs_with_cache(model)):
             raise RefusalError(
                 self._field,

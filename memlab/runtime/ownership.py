@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from memlab.runtime.modules import signature_of
+
 _T = TypeVar("_T")
 # attribute that holds the inner object, by class name of the wrapper
 _MODEL_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "_FabricModule": "_original_module"}
@@ -76,7 +78,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 @lru_cache(maxsize=16)  # it is asked in every measured step
 def _requires_closure(step: Callable[..., Any]) -> bool:
-    parameter = inspect.signature(step).parameters.get("closure")
+    parameter = signature_of(step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 

@@ -238,7 +238,7 @@ class Walk(ABC):
         elif isinstance(value, set):
             if self._is_new(value):
                 self.met(containers.SetMembers(value, _always(name)))
-        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        elif isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial)):
             self._function(value, name, depth)
         elif is_generator(value):
             if self._is_new(value):
@@ -367,6 +367,9 @@ class Walk(ABC):
         elif isinstance(function, types.MethodType):
             self.look_at(function.__self__, name, depth + 1)  # of `Function.apply` the class, whose passes it runs
             self._function(function.__func__, name, depth + 1)
+        elif isinstance(function, types.BuiltinMethodType):  # which `Function.apply` is since torch 2.15
+            if not isinstance(function.__self__, types.ModuleType):
+                self.look_at(function.__self__, name, depth + 1)
         elif isinstance(function, types.FunctionType):
             if not _is_of(function.__module__, LIBRARIES):
                 self._code(function, name, depth)

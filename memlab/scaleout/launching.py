@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from memlab.records import StepRecord
 from memlab.records.comparison import Comparison
 from memlab.records.run_record import RunRecord
 from memlab.runtime.accelerator import name_of
+from memlab.runtime.modules import signature_of
 from memlab.runtime.workload import Workload
 from memlab.scaleout import async_io, serialization, tensors
 from memlab.scaleout.engines import tp
@@ -189,7 +189,7 @@ def _send(
 def _takes_an_argument(train: Callable[..., Any]) -> bool:
     needed = [
         each
-        for each in inspect.signature(train).parameters.values()
+        for each in signature_of(train).parameters.values()
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) and each.default is each.empty
     ]
     if len(needed) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from memlab.runtime.dropped_graphs import free_dropped_graphs
 from memlab.runtime.hooks import ForwardHandler, chained, loss_of
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.mechanisms import LoopChecks, brought
+from memlab.runtime.modules import signature_of
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.session.tape import recorder_here
 from memlab.techniques.base import is_around_calls
@@ -140,7 +140,7 @@ class ModelCalls:
         """Return what stands for the model's `generate`, and does not keep it alive."""
         model: Any = self._session.workload.model
         made: Any = functools.update_wrapper(partial(self._generated), type(model).generate)
-        made.__signature__ = inspect.signature(model.generate)
+        made.__signature__ = signature_of(model.generate)
         del made.__wrapped__
         return made  # type: ignore[no-any-return]
 

@@ -28,12 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
 from memlab.hardware.gpus import Gpu
-from memlab.runtime.dispatch import HALF
+from memlab.runtime.dispatch import HALF, TORCH
 from memlab.trace.cuda_kernels import Registration, is_watched
 from memlab.trace.cuda_thread import current_gpu
 
 _aten = torch.ops.aten
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # at::Context::sdp_priority_order, include/ATen/Context.h
 _DEFAULT_ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -143,7 +142,7 @@ def _serves_cudnn(attention: Attention, gpu: Gpu) -> bool:
         and attention.is_of(_half_types(gpu))
         and _has_plain_mask(attention)
         and (8, 0) <= gpu.compute_capability <= (12, 1)
-        and (_VERSION < (2, 12) or attention.dropout * 16 % 1 == 0)
+        and (TORCH < (2, 12) or attention.dropout * 16 % 1 == 0)
         and not attention.is_empty
         and (attention.has_single_channel or attention.has_adjacent_channels)
         and len({tensor.size(0) for tensor in attention.tensors}) == 1
@@ -184,7 +183,7 @@ def _serves_efficient(attention: Attention, gpu: Gpu) -> bool:
         and not attention.is_empty
         and attention.has_adjacent_channels
         and len({tensor.size(0) for tensor in attention.tensors}) == 1
-        and (attention.has_one_head_count if _VERSION < (2, 14) else attention.heads_divide)
+        and (attention.has_one_head_count if TORCH < (2, 14) else attention.heads_divide)
         and attention.is_of((*_half_types(gpu), torch.float32))
     )
 
@@ -233,15 +232,13 @@ def _are_channels_of_cudnn(attention: Attention, gpu: Gpu) -> bool:
         return False
     if max(query, value) <= 128 or (gpu.compute_capability[0] == 10 and (query, value) == (192, 128)):
         return True
-    is_wide = gpu.compute_capability == (9, 0) or (gpu.compute_capability[0] == 10 and _VERSION >= (2, 14))
-    return (
-        is_wide and max(query, value) <= 256 and (not attention.trains or query == value == 256 or _VERSION < (2, 12))
-    )
+    is_wide = gpu.compute_capability == (9, 0) or (gpu.compute_capability[0] == 10 and TORCH >= (2, 14))
+    return is_wide and max(query, value) <= 256 and (not attention.trains or query == value == 256 or TORCH < (2, 12))
 
 
 def _are_lengths_of_cudnn(attention: Attention, gpu: Gpu) -> bool:
     single = attention.query.size(2) == 1
-    if single and gpu.compute_capability[0] == 10 and _VERSION >= (2, 14):
+    if single and gpu.compute_capability[0] == 10 and TORCH >= (2, 14):
         return False
     return attention.key.size(2) != 1 and (attention.dropout == 0 or not single)
 

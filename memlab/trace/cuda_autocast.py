@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from memlab.runtime.dispatch import TORCH
 from memlab.runtime.tree import tensors_in
 from memlab.trace.cuda_kernels import Kernel, Registration, exists, operators_with, overload
 from memlab.trace.cuda_thread import exchange
@@ -52,7 +53,7 @@ FP32 = _names(
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
     """
-)
+) - (frozenset() if TORCH >= (2, 12) else _names("rms_norm"))
 FP32_RESULT = _names(
     """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="the models are those of Transformers")
 
+# what Transformers calls a cache, before 5.24 and since
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(transformers.GPT2LMHeadModel.forward).parameters
+)
 VOCABULARY = 97
 PROMPT = torch.arange(1, 25).view(2, 12)
 

@@ -10,7 +10,7 @@ from memlab.inferring.inference import inference
 from memlab.measuring.device import Device
 from memlab.records import Category
 from memlab.units import KIB
-from tests.inferring.small_models import PROMPT, VOCABULARY, generate, gpt2, llama, mistral, plain, t5
+from tests.inferring.small_models import CACHE, PROMPT, VOCABULARY, generate, gpt2, llama, mistral, plain, t5
 
 
 def bytes_per_token(heads: int, element_bytes: int = 4) -> int:
@@ -74,7 +74,7 @@ def test_a_static_cache_is_measured_as_large_as_it_is() -> None:
     model = llama()
     held = transformers.StaticCache(config=model.config, max_cache_len=64)
     with inference(model) as run:
-        model(PROMPT, past_key_values=held)
+        model(PROMPT, **{CACHE: held})
     assert run.record.cache.size_bytes >= bytes_per_token(2) * 64 * 2
     assert run.record.cache.predicted_bytes == bytes_per_token(2) * 12 * 2
 
@@ -83,8 +83,8 @@ def decode(model: torch.nn.Module, passes: int, prompt: torch.Tensor = PROMPT) -
     """A loop of the user's own."""
     past, tokens = None, prompt
     for _ in range(passes):
-        output = model(tokens, past_key_values=past, use_cache=True)
-        past, tokens = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        output = model(tokens, **{CACHE: past}, use_cache=True)
+        past, tokens = output[CACHE], output.logits[:, -1:].argmax(-1)
 
 
 def test_a_loop_that_hands_its_cache_on_is_one_generation() -> None:
@@ -103,9 +103,9 @@ def test_a_loop_that_hands_its_cache_on_is_one_generation() -> None:
 def test_a_cache_from_before_counts_the_tokens_in_it() -> None:
     model = gpt2().eval()
     with torch.no_grad():
-        past = model(PROMPT, use_cache=True).past_key_values
+        past = model(PROMPT, use_cache=True)[CACHE]
     with inference(model) as run:
-        model(PROMPT[:, :1], past_key_values=past)
+        model(PROMPT[:, :1], **{CACHE: past})
     assert run.record.cache.tokens == 13
     assert run.record.cache.size_bytes == run.record.cache.predicted_bytes
 

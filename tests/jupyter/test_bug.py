@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.jupyter.conftest import Cell
 
@@ -45,7 +45,7 @@ def test_it_says_what_happened_and_nothing_of_the_users(cell: Cell, tmp_path: Pa
     assert text in ran.out
     for needed in (
         "memlab bug report",
-        f"torch {torch.__version__}",
+        f"torch {metadata.version('torch')}",
         "model: Classifier, 676 parameters, 2.6 KiB, float32 on cpu",
         "1 × Linear (weight float32[32, 16], bias float32[32])",
         "optimizer: AdamW, 1 groups",

@@ -31,7 +31,13 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def optimizer(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # with its state: torch 2.11 makes it on the default device, which tests change
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made.step()
+    made.zero_grad()
+    return made
 
 
 @pytest.fixture

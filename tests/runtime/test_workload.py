@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from memlab import Workload
+from memlab import Workload, fit
 from memlab.errors import WorkloadError
 from memlab.runtime.batch import Batch
+from memlab.runtime.modules import accepts_use_cache, signature_of
 from memlab.runtime.namespace import find_model, names_in
-from memlab.runtime.ownership import live_optimizers
+from memlab.runtime.ownership import live_optimizers, needs_closure
 
 
 def linear() -> nn.Linear:
@@ -205,6 +207,28 @@ class TestBatch:
         assert Batch.of(x).args[0] is x
         batch = Batch((x,), {})
         assert Batch.of(batch) is batch
+
+
+def test_annotations_may_name_what_is_not_there() -> None:
+    """Since Python 3.14 they are computed when somebody asks for them; before, with a line above."""
+    source = f"""{"" if sys.version_info >= (3, 14) else "from __future__ import annotations"}
+class Net(torch.nn.Linear):
+    def forward(self, x: Tensor, use_cache: Maybe = None) -> Tensor:
+        return super().forward(x)
+class Steps(torch.optim.SGD):
+    def step(self, closure: Closure) -> Loss:
+        return super().step(closure)
+def train(load: Load): ...
+"""
+    world: dict[str, Any] = {"torch": torch}
+    exec(compile(source, "cell", "exec", dont_inherit=True), world)
+    model = world["Net"](4, 4)
+    optimizer = world["Steps"](model.parameters(), lr=0.1)
+    assert accepts_use_cache(model)
+    assert needs_closure(optimizer)
+    assert [*signature_of(world["train"]).parameters] == ["load"]
+    with fit(Workload(model, optimizer), "--accumulate 2"):
+        model(torch.ones(4, 4)).sum().backward()
 
 
 def test_what_the_shell_holds_is_not_looked_into() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -331,6 +332,60 @@ def test_logits_that_something_else_keeps_beside_a_variable_are_computed_before_
         return torch.stack([each[0] if isinstance(each, tuple) else each for each in kept]).detach()
 
     assert distance([trained("--chunk-loss")], [trained("")]) < 1e-5
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_logits_that_are_an_argument_of_what_steps(is_kept: bool, computed: list[torch.Size]) -> None:
+    """Since Python 3.14 an argument has no reference of its own, and counts for none."""
+
+    def trained(flags: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, metrics = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000)), {"train": {"rows": _Metric()}}
+        load = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def stepped(_outputs: torch.Tensor) -> None:
+            load.optimizers[0].step()
+
+        with fit(load, flags):
+            for _ in range(2):
+                logits = model(torch.ones(4, 8))
+                F.cross_entropy(logits, torch.arange(4)).backward()
+                if is_kept:
+                    _in_a_list(logits, metrics)
+                stepped(logits)
+        return [each.detach() for each in metrics["train"]["rows"].kept]
+
+    found = trained("--chunk-loss")
+    if is_kept:
+        assert distance(found, trained("")) < 1e-5
+    elif sys.version_info < (3, 14):
+        assert computed == []
+
+
+@pytest.mark.parametrize(
+    "reading", ["(logits, criterion.loss)", "logits + 0", "(logits, criterion[0])", "[criterion.loss, logits]"]
+)
+def test_logits_that_are_read_beside_what_looks_like_a_loss_are_those_of_the_forward(reading: str) -> None:
+    def trained(flags: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3000))
+        load = Workload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        world: dict[str, Any] = {"F": F, "torch": torch}
+        loop = "logits = model(torch.ones(4, 8))\n    F.cross_entropy(logits, torch.arange(4)).backward()\n    optimizer.step()"
+        exec(f"def step(model, optimizer, criterion):\n    {loop}\n    return {reading}", world)
+        with fit(load, flags):
+            found = world["step"](model, load.optimizers[0], _Criterion())
+            read = found if isinstance(found, torch.Tensor) else next(e for e in found if isinstance(e, torch.Tensor))
+            return read.detach() + 0
+
+    assert distance([trained("--chunk-loss")], [trained("")]) < 1e-5
+
+
+class _Criterion:
+    loss = 0.0
+
+    def __getitem__(self, place: int) -> float:
+        return self.loss
 
 
 @pytest.mark.parametrize(

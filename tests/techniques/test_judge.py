@@ -733,6 +733,13 @@ class TestRefusals:
         )
         assert seen == []
 
+    def test_a_hook_that_has_the_method_of_a_list(self) -> None:
+        seen: list[float] = []
+        model = nn.Sequential(nn.Linear(6, 2), nn.Tanh())
+        model[1].register_full_backward_hook(lambda _m, _i, output, keep=seen.append: keep(float(output[0].sum())))
+        assert self.refusal(model, inputs()).startswith("accumulation: the backward pass of Sequential changes ")
+        assert seen == []
+
     def test_a_backward_pass_of_the_models_own_that_keeps_something(self) -> None:
         seen: list[float] = []
 

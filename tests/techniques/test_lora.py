@@ -628,6 +628,18 @@ class TestRefusals:
             "to the bit; use peft's own prepare_model_for_kbit_training and get_peft_model before the cell"
         )
 
+    def test_a_peft_that_transformers_does_not_save_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its own error would end the run at the first checkpoint."""
+        import peft
+        from transformers.integrations import peft as integration
+
+        monkeypatch.setattr(integration, "MIN_PEFT_VERSION", "99.0")
+        assert _said(_gpt2(), "--lora") == (
+            f"adapters: this Transformers saves adapters with peft 99.0 or newer, and {peft.__version__} is installed; "
+            "install such a peft, or an older Transformers"
+        )
+        fit(Workload(nn.Sequential(nn.Linear(4, 4)), ()), "--lora").undo()
+
     def test_models_that_are_pefts_already(self) -> None:
         import peft
 

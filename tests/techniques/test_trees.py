@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memlab import RefusalError, Workload, fit, measure, predict
 from memlab.measuring.runs import training_step
 from memlab.records import Category
+from memlab.runtime.modules import CacheOff
 from memlab.techniques.checkpointing.look import same
 from tests.techniques.trees import Case, differences
 from tests.techniques.vision import MODELS, vision_workload
@@ -365,6 +367,26 @@ def test_weights_that_a_part_writes_to_are_written_once(settles: bool) -> None:
         return found
 
     assert losses("--checkpoint") == losses(None)
+
+
+class _Decoder(nn.Linear):
+    """Calls its cache what its caller calls it, and tells whether it was to fill one."""
+
+    def forward(self, rows: torch.Tensor, use_cache: bool | None = None, **caches: Any) -> torch.Tensor:
+        self.asked = use_cache
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_of_the_loops_own_stays_on_by_whatever_name(name: str) -> None:
+    """Transformers calls it `cache` since 5.24."""
+    model = _Decoder(4, 4)
+    off = CacheOff("checkpointing")
+    assert off.options(model, "Decoder", {}) == {"use_cache": False}
+    assert off.options(model, "Decoder", {name: (held := [1])}) == {name: held}
+    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    with pytest.raises(RefusalError, match=r"^checkpointing: the loop asks Decoder for a key-value cache"):
+        off.options(model, "Decoder", {name: None})
 
 
 def small_gpt2() -> GPT2LMHeadModel:

@@ -10,6 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.runtime.dispatch import TORCH
+
+# torch 2.14 gives grouped heads to the efficient kernel, and on a B200 256 channels to cuDNN
+SINCE_2_14 = TORCH >= (2, 14)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab.hardware.gpus import gpu
-from memlab.runtime.dispatch import StorageWatch
+from memlab.runtime.dispatch import TORCH, StorageWatch
 from memlab.techniques.checkpointing.selective import Products
 from memlab.trace.cuda_attention import Attention, attention_backend
 from memlab.trace.cuda_choices import cuda_choices
-from tests.trace.cuda_twins import Operators, fake
+from tests.trace.cuda_twins import SINCE_2_14, Operators, fake
 
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
@@ -46,6 +46,7 @@ def test_the_type_and_the_gpu_decide(name: str, dtype: torch.dtype, expected: SD
     assert attention_backend(Attention(q, q, q), gpu(name)) == expected
 
 
+_GROUPED = EFFICIENT if SINCE_2_14 else MATH
 MASK = torch.empty(2, 4, 16, 16, dtype=torch.bool, device="meta")
 
 
@@ -55,13 +56,13 @@ MASK = torch.empty(2, 4, 16, 16, dtype=torch.bool, device="meta")
         ("A100 80GB", Attention(rows(BF16), rows(BF16), rows(BF16), MASK), EFFICIENT),
         ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), MASK), CUDNN),
         ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), MASK.float().requires_grad_()), EFFICIENT),
-        # cuDNN knows dropout in sixteenths only
-        ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), dropout=0.1), FLASH),
+        # cuDNN knows dropout in sixteenths only, which torch asks for since 2.12
+        ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), dropout=0.1), FLASH if TORCH >= (2, 12) else CUDNN),
         ("H200", Attention(rows(BF16), rows(BF16), rows(BF16), dropout=0.125), CUDNN),
         # grouped heads
         ("A100 80GB", Attention(rows(BF16), rows(BF16, 2), rows(BF16, 2), grouped=True), FLASH),
-        ("A100 80GB", Attention(rows(FP32), rows(FP32, 2), rows(FP32, 2), grouped=True), MATH),
-        ("A100 80GB", Attention(rows(BF16), rows(BF16, 2), rows(BF16, 2), MASK, grouped=True), MATH),
+        ("A100 80GB", Attention(rows(FP32), rows(FP32, 2), rows(FP32, 2), grouped=True), _GROUPED),
+        ("A100 80GB", Attention(rows(BF16), rows(BF16, 2), rows(BF16, 2), MASK, grouped=True), _GROUPED),
         # channels
         ("A100 80GB", Attention(*[rows(BF16, channels=60)] * 3), FLASH),
         ("A100 80GB", Attention(*[rows(FP32, channels=62)] * 3), MATH),
@@ -69,7 +70,7 @@ MASK = torch.empty(2, 4, 16, 16, dtype=torch.bool, device="meta")
         ("L4", Attention(*[rows(BF16, channels=224)] * 3), EFFICIENT),
         ("L4", Attention(*[rows(BF16, channels=256)] * 3), FLASH),
         ("L4", Attention(*[rows(BF16, channels=256)] * 3, dropout=0.1), EFFICIENT),
-        ("B200", Attention(*[rows(BF16, channels=256)] * 3), FLASH),
+        ("B200", Attention(*[rows(BF16, channels=256)] * 3), CUDNN if SINCE_2_14 else FLASH),
         ("H200", Attention(*[rows(BF16, channels=256)] * 3), CUDNN),
         # causal with fewer queries than keys
         ("A100 80GB", Attention(rows(BF16, length=8), rows(BF16), rows(BF16), is_causal=True), EFFICIENT),
@@ -113,7 +114,7 @@ def test_cudnn_can_be_put_last(monkeypatch: pytest.MonkeyPatch) -> None:
         ("A100 80GB", BF16, 2, "_scaled_dot_product_flash_attention"),
         ("H200", BF16, 2, "_scaled_dot_product_cudnn_attention"),
         ("A100 80GB", FP32, 4, "_scaled_dot_product_efficient_attention"),
-        ("A100 80GB", FP32, 2, "_safe_softmax"),
+        ("A100 80GB", FP32, 2, "_scaled_dot_product_efficient_attention" if SINCE_2_14 else "_safe_softmax"),
     ],
 )
 def test_forward_and_backward_run_through_the_kernel(

@@ -26,6 +26,7 @@ def listed(macro: str) -> set[str]:
     return {
         f"{name}.{overload}" if overload else name
         for name, overload in re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", body.group(1))
+        if "dimname" not in overload.lower()  # which older ones have
     }
 
 

@@ -19,7 +19,7 @@ from memlab.hardware.gpus import gpu
 from memlab.trace.cuda_choices import cuda_choices
 from memlab.trace.cuda_thread import current_gpu
 from memlab.trace.tracer import Choices, Tracer
-from tests.trace.cuda_twins import FAKE, Operators, fake, twin_of
+from tests.trace.cuda_twins import FAKE, SINCE_2_14, Operators, fake, twin_of
 
 A100, H200, T4 = gpu("A100 80GB"), gpu("H200"), gpu("T4")
 BF16 = torch.bfloat16
@@ -203,7 +203,7 @@ def trained(make: Callable[[], Any], chosen: Any, dtype: torch.dtype | None) -> 
         (gpt2, T4, torch.float16, EFFICIENT),
         (llama, A100, BF16, FLASH),
         (llama, H200, BF16, CUDNN),
-        (llama, A100, None, "_safe_softmax"),  # grouped heads in fp32
+        (llama, A100, None, EFFICIENT if SINCE_2_14 else "_safe_softmax"),  # grouped heads in fp32
         (bert, A100, BF16, EFFICIENT),
         (bert, T4, None, EFFICIENT),
         (vit, A100, BF16, FLASH),

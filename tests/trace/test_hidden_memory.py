@@ -224,7 +224,8 @@ def test_efficient_forward_of_many_channels_adds_up_in_fp32() -> None:
 
 
 def test_plain_attention_marks_empty_rows() -> None:
-    sizes = attend(A100, FP32, (2, 4, 16, 64), key_heads=2)
+    with sdpa_kernel(SDPBackend.MATH):
+        sizes = attend(A100, FP32, (2, 4, 16, 64), key_heads=2)
 
     scores = 2 * 4 * 16 * 16
     assert sizes == {"_safe_softmax": (scores, 2 * 4 * 16), "_softmax_backward_data": (4 * scores,)}

@@ -230,8 +230,13 @@ def test_optimizers_of_torch(name: str) -> None:
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.ReLU(), nn.Linear(64, 1, bias=False))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
     batch = ((torch.randn(4, 8),), torch.randn(4, 1))
-    predicted, measured = peaks(Workload(model, optimizer, batch=batch, loss_fn=F.l1_loss))
-    assert predicted == measured
+    load = Workload(model, optimizer, batch=batch, loss_fn=F.l1_loss)
+    if optimizer.state:  # Adagrad's of torch 2.11, whose constructor makes it
+        with pytest.raises(TraceError, match=r"KeyError: 'sum'\); measure the plan instead"):
+            peaks(load)
+    else:
+        predicted, measured = peaks(load)
+        assert predicted == measured
 
 
 @pytest.mark.parametrize("setting", ["foreach", "fused", "amsgrad", "maximize"])

@@ -35,7 +35,7 @@ from memlab.runtime.ownership import stepped_by
 from memlab.runtime.workload import Workload
 from memlab.techniques.adapters import injected
 from memlab.techniques.adapters.groups import ExchangedGroups
-from memlab.techniques.adapters.injected import InjectedAdapters, adapters_of, note_adapters
+from memlab.techniques.adapters.injected import OF_TRANSFORMERS, InjectedAdapters, adapters_of, note_adapters
 from memlab.techniques.adapters.targets import FIELD, targets_of
 from memlab.techniques.base import Description, Reduces, Technique, Traits, process_count
 from memlab.units import format_bytes
@@ -111,6 +111,7 @@ class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
             reason = "adapters would not be known to what sums the gradients of several processes"
             raise RefusalError(FIELD, reason, "use peft's get_peft_model before the model is wrapped")
         _refuse_foreign_adapters(workload, known)
+        _refuse_older_peft(workload)
         if known is not None and known.steps and known.setting != self._asked:
             raise RefusalError(
                 FIELD,
@@ -266,6 +267,19 @@ def _trained(workload: Workload) -> set[int]:
     held = set().union(*map(stepped_by, workload.optimizers))
     trained = {id(p) for p in workload.model.parameters() if p.requires_grad and (id(p) in held or not held)}
     return trained if known is None else trained | known.frozen.keys()
+
+
+def _refuse_older_peft(workload: Workload) -> None:
+    """Refuse a peft that Transformers' `save_pretrained` would end the run over, at the first checkpoint."""
+    integration = sys.modules.get("transformers.integrations.peft")
+    lowest, check = (getattr(integration, name, None) for name in ("MIN_PEFT_VERSION", "check_peft_version"))
+    if not hasattr(type(workload.model), OF_TRANSFORMERS) or lowest is None or check is None:
+        return
+    try:
+        check(min_version=lowest)
+    except ValueError:
+        reason = f"this Transformers saves adapters with peft {lowest} or newer, and {require('peft').__version__} is installed"
+        raise RefusalError(FIELD, reason, "install such a peft, or an older Transformers") from None
 
 
 def _refuse_foreign_adapters(workload: Workload, own: InjectedAdapters | None) -> None:

@@ -30,7 +30,7 @@ from memlab.techniques.precision.masters import masters_of
 
 Parameter = nn.Parameter
 _NAME = "default"  # of the adapter, as in peft
-_OF_TRANSFORMERS = "_hf_peft_config_loaded"  # says that a model of Transformers has adapters
+OF_TRANSFORMERS = "_hf_peft_config_loaded"  # says that a model of Transformers has adapters
 
 
 class InjectedAdapters:
@@ -74,9 +74,9 @@ class InjectedAdapters:
             warnings.simplefilter("ignore")  # about the orientation of weights, which it puts right
             peft.inject_adapter_in_model(config, model, _NAME)
         self._layers = {name: model.get_submodule(name) for name in names}
-        if hasattr(type(model), _OF_TRANSFORMERS):
+        if hasattr(type(model), OF_TRANSFORMERS):
             config.base_model_name_or_path = vars(model).get("name_or_path")
-            setattr(model, _OF_TRANSFORMERS, True)
+            setattr(model, OF_TRANSFORMERS, True)
         self._attributes = {key: value for key, value in vars(model).items() if key not in known}
         for layer, own in zip(self._layers.values(), layers, strict=True):
             layer.train(own.training)

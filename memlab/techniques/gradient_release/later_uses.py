@@ -44,7 +44,7 @@ def use_of_gradients(frame: FrameType) -> str | None:
 def _line_of_use(code: CodeType) -> int | None:
     line = None
     for step, following in pairwise(dis.get_instructions(code)):
-        line = step.starts_line or line
+        line = (step.positions and step.positions.lineno) or line
         if step.opname not in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
             continue
         name = step.argval
