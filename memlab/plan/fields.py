@@ -27,6 +27,7 @@ from memlab.plan.settings import (
     Offload,
     Offloaded,
     OptimizerChoice,
+    Padding,
     Precision,
     ScaleOut,
     Tier,
@@ -241,6 +242,14 @@ FIELDS: tuple[PlanField, ...] = (
         _choice("--gradients", Gradients),
         shorthands={"--release-grads": "release"}, choices=tuple(Gradients), offer="release",
         title="Gradient release", names={"release": "as soon as used"}, is_exact=True, untrained="there are none",
+    ),
+    PlanField(
+        "padding", "--padding", "keep|packed",
+        "run the rows of a padded batch one after another, without their padding; outputs come back in the batch's shape",
+        _choice("--padding", Padding),
+        shorthands={"--pack": "packed"}, choices=tuple(Padding), offer="packed", title="Packed batches",
+        names={"packed": "without padding"}, is_exact=True, is_of_calls=True,
+        untrained="calls without gradients keep their padding",
     ),
     PlanField(
         "tiling", "--tile", "N",

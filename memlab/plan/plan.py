@@ -24,6 +24,7 @@ from memlab.plan.settings import (
     Offload,
     Offloaded,
     OptimizerChoice,
+    Padding,
     Precision,
     ScaleOut,
     Tier,
@@ -43,6 +44,7 @@ class Plan:
         offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
         loss: a `Loss`, or its text.
         gradients: a `Gradients`, or its text.
+        padding: a `Padding`, or its text.
         tiling: tiles in which large linear layers are computed, 1 or more.
         adapters: an `Adapters`, or its text: "off", "off:merge", "off:drop", or what there is to be ("r=16,alpha=32").
         base: a `BaseBits`, or its text.
@@ -67,6 +69,7 @@ class Plan:
     offload: Offload = ()
     loss: Loss = Loss.KEEP
     gradients: Gradients = Gradients.KEEP
+    padding: Padding = Padding.KEEP
     tiling: int = 1
     adapters: Adapters = Adapters("off")  # noqa: RUF009 - frozen
     base: BaseBits = BaseBits.KEEP
@@ -248,6 +251,10 @@ def _take_value(spec: PlanField, waiting: list[str]) -> str:
 
 # settings that exclude each other: whether a plan has both, and the error
 _CONFLICTS: tuple[tuple[Callable[[Plan], Any], str], ...] = (
+    (
+        lambda plan: plan.padding is Padding.PACKED and plan.accumulation > 1,
+        "--pack and --accumulate exclude each other: the rows of a packed batch stand in one row, which is not split; drop one of the two, or accumulate in the loop",
+    ),
     (
         lambda plan: plan.optimizer is OptimizerChoice.PAGED_ADAM8BIT and plan.tier_of(Offloaded.OPTIMIZER),
         "--optim paged-adam8bit and --offload optimizer exclude each other: paged moments move to the host by themselves; drop one of the two",

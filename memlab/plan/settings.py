@@ -208,6 +208,13 @@ class Loss(StrEnum):
     CHUNKED = "chunked"
 
 
+class Padding(StrEnum):
+    """What happens to the padding of a batch."""
+
+    KEEP = "keep"
+    PACKED = "packed"
+
+
 class Gradients(StrEnum):
     """Lifetimes of gradients."""
 
