@@ -51,7 +51,7 @@ class WorstBatch:
             return said
         return (
             f"{said}; {100 * self.padding:.0f} % of a batch is padding: group samples of like length "
-            "(group_by_length=True in a Trainer, or a batch sampler by length), and fewer elements are computed"
+            "(group_by_length=True in a Trainer, or a batch sampler by length), or use --pack, and fewer elements are computed"
         )
 
 

@@ -15,6 +15,7 @@ from memlab.plan.settings.gradients import Gradients
 from memlab.plan.settings.loss import Loss
 from memlab.plan.settings.offload import Offloaded, Tier
 from memlab.plan.settings.optimizer import OptimizerChoice
+from memlab.plan.settings.padding import Padding
 from memlab.plan.settings.precision import Precision
 from memlab.plan.settings.scale import ScaleOut
 
@@ -28,6 +29,7 @@ __all__ = [
     "Loss",
     "Offloaded",
     "OptimizerChoice",
+    "Padding",
     "Plan",
     "PlanField",
     "Precision",

@@ -19,6 +19,7 @@ from memlab.plan.settings.gradients import GRADIENTS, Gradients
 from memlab.plan.settings.loss import LOSS, Loss
 from memlab.plan.settings.offload import OFFLOAD, Offload, Offloaded, Tier
 from memlab.plan.settings.optimizer import OPTIMIZER, OptimizerChoice
+from memlab.plan.settings.padding import PADDING, Padding
 from memlab.plan.settings.precision import PRECISION, Precision
 from memlab.plan.settings.scale import SCALE, ScaleOut
 from memlab.plan.settings.tiling import TILING
@@ -37,6 +38,7 @@ class Plan:
         offload: pairs of what and where, or the text of the flag ("optimizer:disk,activations").
         loss: a `Loss`, or its text.
         gradients: a `Gradients`, or its text.
+        padding: a `Padding`, or its text.
         tiling: tiles in which large linear layers are computed, 1 or more.
         adapters: an `Adapters`, or its text: "off", "off:merge", "off:drop", or what there is to be ("r=16,alpha=32").
         base: a `BaseBits`, or its text.
@@ -61,6 +63,7 @@ class Plan:
     offload: Offload = OFFLOAD.attribute
     loss: Loss = LOSS.attribute
     gradients: Gradients = GRADIENTS.attribute
+    padding: Padding = PADDING.attribute
     tiling: int = TILING.attribute
     adapters: Adapters = ADAPTERS.attribute
     base: BaseBits = BASE.attribute

@@ -120,6 +120,10 @@ class LazyTensor(torch.Tensor):
         )
         return made
 
+    def with_rows_placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The same rows, elsewhere or as they are, by what passes their gradients on."""
+        return place(self.value())
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

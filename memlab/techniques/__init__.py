@@ -22,6 +22,7 @@ from memlab.techniques.offload.frozen import OffloadFrozen
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
 from memlab.techniques.offload.params import OffloadParams
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
+from memlab.techniques.packing import Packing
 from memlab.techniques.precision.precision import PrecisionChoice
 from memlab.techniques.scale import Scaling
 from memlab.techniques.tiling.tiling import Tiling
@@ -40,6 +41,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     OffloadActivations,
     Accumulation,
     MicroStatistics,
+    Packing,
     GradientRelease,
     Scaling,
 )

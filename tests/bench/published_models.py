@@ -26,6 +26,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from memlab import Workload
 
@@ -83,6 +84,29 @@ def llama_3b(*, attention: str = "sdpa") -> Workload:
     ids = torch.randint(0, config.vocab_size, (2, 4096))  # [b, s]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return Workload(model, optimizer, batch={"input_ids": ids, "labels": ids.clone()}, name="Llama 3.2 3B")
+
+
+def llama_8b(tokens: int, *, of_liger: str = "") -> Workload:
+    """Llama 3.1 8B in bf16 on one text.
+
+    Args:
+        tokens: of the text.
+        of_liger: which parts save what Liger's kernels do: "norms", "parts" (and feed-forward parts), or neither.
+    """
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(
+        **sizes, intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, use_cache=False
+    )
+    model = _empty(lambda: LlamaForCausalLM(config), torch.bfloat16)
+    if of_liger:
+        for norm in (each for each in model.modules() if isinstance(each, LlamaRMSNorm)):
+            norm.__class__ = LigerNorm
+    if of_liger == "parts":
+        for block in model.model.layers:
+            block.mlp.__class__ = LigerFeedForward
+    ids = torch.zeros(1, tokens, dtype=torch.long)  # [b, s]
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Workload(model, optimizer, batch={"input_ids": ids, "labels": ids.clone()}, name="Llama 3.1 8B")
 
 
 def mistral_7b() -> Workload:
@@ -443,6 +467,53 @@ class _SoftmaxThatSavesItsInput(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
         scores, weights = context.saved_tensors
         return torch._softmax_backward_data(gradient, weights, -1, scores.dtype)
+
+
+class LigerNorm(LlamaRMSNorm):
+    """RMSNorm as Liger's kernel saves it: the input as it is, and a number for each row."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _SavesRows.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+class LigerFeedForward(LlamaMLP):
+    """A feed-forward part as Liger's kernel saves it: the two wide products, over which it writes their gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(_SavesProducts.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class _SavesRows(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+        scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()  # [..., 1]
+        context.save_for_backward(x, weight, scale)
+        return torch.mul(x, scale.to(x.dtype)).mul_(weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scale = context.saved_tensors
+        low = scale.to(x.dtype)
+        scaled = x * low
+        of_weight = (gradient * scaled).flatten(0, -2).sum(0)
+        passed = gradient.mul_(weight)  # in the place of what came, as the kernel writes it
+        along = (passed * scaled).mean(-1, keepdim=True)
+        return passed.sub_(scaled.mul_(along)).mul_(low), of_weight, None
+
+
+class _SavesProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = context.saved_tensors
+        of_gate = up.mul_(gradient)
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_gate, F.silu(gate, inplace=True).mul_(gradient)
 
 
 class AdamOf2023(torch.optim.Adam):

@@ -94,7 +94,7 @@ def test_what_is_said_of_samples() -> None:
     found = worst_batch(DataLoader(Augmented(lengths), batch_size=4, collate_fn=padded, shuffle=False))
     assert str(found) == (
         "8 samples of 10 to 100 elements, 10.0 × the median; the largest batch has 4 rows; 61 % of a batch is padding: "
-        "group samples of like length (group_by_length=True in a Trainer, or a batch sampler by length), and fewer elements are computed"
+        "group samples of like length (group_by_length=True in a Trainer, or a batch sampler by length), or use --pack, and fewer elements are computed"
     )
     alike = DataLoader(TensorDataset(torch.zeros(6, 3), torch.zeros(6)), batch_size=4, shuffle=True)
     assert str(worst_batch(alike)) == "6 samples all of 4 elements; the largest batch that can come has 4 rows"

@@ -8,13 +8,32 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tests.bench import published
-from tests.bench.published import BERT, GPT, LITGPT, LLAMA, MISTRAL, TABLES, VIT, Case, Line, predicted, rows_of
+from tests.bench.published import (
+    ALST,
+    BERT,
+    GPT,
+    LITGPT,
+    LLAMA,
+    LONGEST,
+    MISTRAL,
+    TABLES,
+    VIT,
+    Case,
+    Line,
+    longest,
+    predicted,
+    rows_of,
+)
 from tests.bench.published_models import (
     LLAMA_7B,
     STABLELM_3B,
     AdamOf2023,
+    LigerFeedForward,
+    LigerNorm,
     LitAdapter,
     LitSizes,
     _Attention,
@@ -58,6 +77,45 @@ def test_mistral_7b_and_its_adapters_on_an_a100() -> None:
     rows = predicted(MISTRAL)
 
     assert [row.error for row in rows] == pytest.approx([0, 0, 0], abs=0.05)
+
+
+@pytest.mark.full
+def test_long_texts_of_llama_8b_on_an_h200() -> None:
+    baseline, chunked = predicted(ALST, ALST.lines[:2])
+
+    assert baseline.error == pytest.approx(0, abs=0.02)
+    assert chunked.error_of_theirs == pytest.approx(0, abs=0.05)
+    # without what Liger's kernels do not save
+    assert chunked.error == pytest.approx(0.215, abs=0.03)
+
+
+@pytest.mark.full
+def test_the_longest_text_of_llama_8b_on_an_h100() -> None:
+    (baseline,) = predicted(LONGEST, LONGEST.lines[:1])
+
+    assert 32_000 < baseline.predicted < 36_000
+
+
+def test_the_longest_text_is_found_where_what_is_needed_bends() -> None:
+    found = longest(lambda tokens: max(3 * tokens, 10 * tokens - 40_000), 100_000, first=1000)
+
+    assert 0.99 * 14_000 <= found <= 14_000
+
+
+@pytest.mark.parametrize(("torchs", "ligers"), [(LlamaRMSNorm, LigerNorm), (LlamaMLP, LigerFeedForward)])
+def test_parts_that_save_as_ligers_kernels_do_are_llamas(torchs: type[nn.Module], ligers: type[nn.Module]) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    part = torchs(8) if torchs is LlamaRMSNorm else torchs(LlamaConfig(**sizes))
+    x, gradient = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 8)
+    expected = part(x)
+    expected_gradients = torch.autograd.grad(expected, (x, *part.parameters()), gradient.clone())
+    part.__class__ = ligers
+
+    ours = part(x)
+
+    torch.testing.assert_close(ours, expected)
+    # the gradient that comes may be written over
+    torch.testing.assert_close(torch.autograd.grad(ours, (x, *part.parameters()), gradient.clone()), expected_gradients)
 
 
 def test_a_gpt_written_operator_by_operator_and_of_torchs_layers() -> None:
@@ -172,5 +230,5 @@ def test_what_is_written_down_is_of_these_tables() -> None:
     results = json.loads(published.PATH.read_text())
 
     for table in TABLES:
-        kept = [(row.name, row.published_bytes, row.published_speed) for row in rows_of(results, table)]
+        kept = [(row.name, row.published, row.published_speed) for row in rows_of(results, table)]
         assert kept == [(line.name, round(line.published * table.unit), line.speed) for line in table.lines]

@@ -695,6 +695,8 @@ class TestSwitching:
             plan = "--scale fsdp2"
         if kind.field == "base":
             plan = "--lora r=2 --base int8"
+        if kind.field == "padding":
+            plan = "--pack"
         if kind.field == "batchnorm":
             model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
             workload = Workload(model, torch.optim.AdamW(model.parameters()))

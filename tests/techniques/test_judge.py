@@ -856,7 +856,7 @@ def test_rows_that_do_not_fit_together_are_judged_as_far_as_they_fit(monkeypatch
 
 
 def test_parts_that_steps_will_run_anyway_are_judged_whatever_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_judge.Judge, "_has_room_for", lambda *_: False)
+    monkeypatch.setattr(_judge.Judge, "has_room_for", lambda *_: False)
     model, batch = Regressor(), regression_batch(8)
     with fit(workload(model), "--accumulate 2") as session:
         model(*batch).backward()

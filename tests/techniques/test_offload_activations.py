@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,25 @@ def test_activations_leave_the_device() -> None:
     assert moved > 0.7 * as_written.breakdown[Category.ACTIVATIONS]
     assert offloaded.host_bytes > 0.7 * moved
     assert as_written.host_bytes == 0
+
+
+def test_inputs_of_checkpointed_blocks_leave_the_device_in_the_first_call_already() -> None:
+    model, there = gpt2(layers=6), []
+    results: list[weakref.ref[torch.Tensor]] = []
+
+    def ran(_block: nn.Module, _given: Any, result: Any) -> None:
+        there.append(sum(each() is not None for each in results))
+        results.append(weakref.ref(result[0] if isinstance(result, tuple) else result))
+
+    for block in model.transformer.h:
+        block.register_forward_hook(ran)
+    with fit(workload(model), "--checkpoint --offload activations"):
+        for _ in range(2):
+            results.clear()
+            model(**ragged_batch()).loss.backward()
+
+    # what a block has been given, and what leaves beside it: two of the largest tensors at most
+    assert max(there) <= 3, there
 
 
 def test_tensors_that_share_a_storage_are_stored_once() -> None:

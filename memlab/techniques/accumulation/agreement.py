@@ -46,6 +46,10 @@ class DisagreementError(Exception):
         self.reason, self.instead = reason, instead
 
 
+class OtherResultsError(DisagreementError):
+    """What they give was compared, and is not the same."""
+
+
 class Agreement:
     """Comparisons of one batch together with its parts; each raises `DisagreementError`."""
 
@@ -62,7 +66,7 @@ class Agreement:
             return
         names = {*map(whole.name_of, range(len(whole.leaves)))} ^ {*map(part.name_of, range(len(part.leaves)))}
         what = ", ".join(sorted(names)[:3]) or "its type"
-        refuse(f"what {self._name} returns or leaves behind has another structure for some rows than for all ({what})")
+        differ(f"what {self._name} returns or leaves behind has another structure for some rows than for all ({what})")
 
     def outputs(
         self,
@@ -101,7 +105,7 @@ class Agreement:
 
     def _refuse_loss(self, whole: Outputs, position: int, share: float) -> NoReturn:
         what = "the loss" if position == whole.loss else whole.name_of(position)
-        refuse(
+        differ(
             f"{what} of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient: "
             f"together they are {share:.2g} off (allowed {self.tolerance:.0e})",
             "let the loop compute the loss from the outputs (any loss works then), or use --checkpoint",
@@ -110,15 +114,15 @@ class Agreement:
     def _refuse_output(self, whole: Outputs, position: int, pieces: Sequence[Any]) -> NoReturn:
         leaf, name = whole.leaves[position], whole.name_of(position)
         if runs_later(leaf):
-            refuse(f"{name} of {self._name} is a {type(leaf).__name__}, which computes when the loop uses it")
+            differ(f"{name} of {self._name} is a {type(leaf).__name__}, which computes when the loop uses it")
         if not isinstance(leaf, torch.Tensor):
             other = next((piece for piece in pieces if not equal(leaf, piece)), pieces[0])
             place, here, there = first_difference(leaf, other) or ("", leaf, other)
-            refuse(f"{name}{place} of {self._name} is {here!r} for the whole batch and {there!r} for a micro-batch")
+            differ(f"{name}{place} of {self._name} is {here!r} for the whole batch and {there!r} for a micro-batch")
         if position in whole.scalars:
             self._refuse_loss(whole, position, self._off(pieces, leaf, Merge("mean")))
         known = self._known_join(position)
-        refuse(*why_apart(name, self._name, leaf, pieces, self._rows, known or Join(0), self.tolerance))
+        differ(*why_apart(name, self._name, leaf, pieces, self._rows, known or Join(0), self.tolerance))
 
     def _off(self, pieces: Sequence[Any], leaf: torch.Tensor, merge: Merge) -> float:
         try:
@@ -134,7 +138,7 @@ class Agreement:
             present = [part.get(name) for part in parts]
             effect = whole.get(name)
             if effect is None or any(each is None for each in present):
-                refuse(f"{self._name} changes {name} for some rows of a batch and not for others")
+                differ(f"{self._name} changes {name} for some rows of a batch and not for others")
             left[name] = self._left_at(name, effect, [each for each in present if each is not None])
         return left
 
@@ -149,7 +153,7 @@ class Agreement:
         leaves, structure = flatten(whole.value)
         flat = [flatten(value) for value in values]
         if any(spec != structure for _, spec in flat) or any(part.kind != whole.kind for part in parts):
-            refuse(f"{name} of {self._name} holds another number of things after a split batch than after a whole one")
+            differ(f"{name} of {self._name} holds another number of things after a split batch than after a whole one")
         before, before_structure = flatten(whole.before)
         known = before if before_structure == structure and whole.kind != "appended" else None
         return Left(self._merges(name, known, [leaves for leaves, _ in flat], leaves))
@@ -165,7 +169,7 @@ class Agreement:
                 how = ""
                 if isinstance(leaf, torch.Tensor) and all(piece.shape == leaf.shape for piece in pieces):
                     how = f", {self._off(pieces, leaf, Merge('mean')):.2g} of its size away (allowed {self.tolerance:.0e})"
-                refuse(
+                differ(
                     f"{name} of {self._name} cannot be put together from micro-batches: a whole batch leaves another value{how}"
                 )
             merges.append(merge)
@@ -197,7 +201,7 @@ class Agreement:
             off = {n: each for n, each in off.items() if not is_switched(math.prod(each), little[n], much[n])}
         if off:
             worst = max(off, key=lambda number: off[number])
-            refuse(
+            differ(
                 f"the gradient of {self._name} by {name_of(worst)} is {off[worst][0]:.2g} of its size off when the batch is split "
                 f"(allowed {self.tolerance:.0e}): rows of a batch depend on each other"
             )
@@ -211,7 +215,7 @@ class Agreement:
             tolerance = max(self.tolerance, 1e-4)
             merge = found_merge(None, pieces, gradient, self._rows, tolerance)
             if merge is None and close(sum(pieces), gradient, tolerance) is False:
-                refuse(f"the gradient by an input of {self._name} is another one when the batch is split")
+                differ(f"the gradient by an input of {self._name} is another one when the batch is split")
 
     def join_of(self, position: int, part: torch.Tensor, whole: torch.Tensor) -> Join:
         """Return where an output is joined, by the shapes of a part and of the whole where the probe does not know."""
@@ -222,11 +226,16 @@ class Agreement:
         fitting = [d for d in range(whole.dim()) if whole.size(d) != part.size(d) and part.dim() == whole.dim()]
         fitting = [d for d in fitting if part.size(d) * total == whole.size(d) * rows] or fitting
         if not fitting:
-            refuse(*why_apart(f"output {position}", self._name, whole, [part], self._rows[:1], Join(0), self.tolerance))
+            differ(*why_apart(f"output {position}", self._name, whole, [part], self._rows[:1], Join(0), self.tolerance))
         return Join(fitting[0])
 
     def _known_join(self, position: int) -> Join | None:
         return self._joins[position] if position < len(self._joins) else None
+
+
+def differ(reason: str, instead: str = KEEP_WHOLE) -> NoReturn:
+    """Say that rows apart give something else. Raises `OtherResultsError`: always."""
+    raise OtherResultsError(reason, instead)
 
 
 def refuse(reason: str, instead: str = KEEP_WHOLE) -> NoReturn:

@@ -35,7 +35,7 @@ from memlab.runtime.fp32_products import exact_products
 from memlab.runtime.lazy import as_saved
 from memlab.runtime.lifetimes import storage_of
 from memlab.runtime.out_of_memory import is_out_of_memory, release
-from memlab.techniques.accumulation.agreement import DisagreementError
+from memlab.techniques.accumulation.agreement import DisagreementError, OtherResultsError
 from memlab.techniques.accumulation.judgement import Judgement, SumsError
 from memlab.techniques.accumulation.noise import Order, StrangeDrawError
 from memlab.techniques.accumulation.probe import Probe
@@ -69,6 +69,8 @@ class Judge:
         self.unseen = ""  # why rows could not be run without gradients, where that is no lack of memory
         self._values: SplitVerdict | None = None  # of what was compared without gradients
         self._is_low = is_low or probe.is_low
+        # of the last comparison: whether random numbers were drawn, and whether it has shown other results
+        self.draws = self.differs = False
         # one comparison; it is given the call, and which rows of which layout
         self._attempt = partial(Judgement, model, name, probe, per_part, self._is_low)
 
@@ -87,10 +89,9 @@ class Judge:
             oom: BaseException | None = None
             try:
                 # steps of the plan run as many rows as a part has, so that only running them tells whether they fit
-                if rows > max(2, micro_rows) and not self._has_room_for(call, whole, layout, rows):
+                if rows > max(2, micro_rows) and not self.has_room_for(call, whole, layout, rows):
                     raise torch.OutOfMemoryError("rows together are expected to take more memory than is free")
-                with exact_products():
-                    verdict = self._judged_twice(call, _some(whole, layout, rows), layout, ranges)
+                verdict = self.compared(call, _some(whole, layout, rows), layout, ranges)
                 self.compared_rows = rows if rows == layout.rows else compared(verdict)
                 return verdict
             except BaseException as error:
@@ -119,18 +120,21 @@ class Judge:
         self.compared_rows = self._compared_without_gradients(call, whole, layout, -(-layout.rows // parts), None)
         return self._values
 
-    def _judged_twice(self, *of_call: Any) -> SplitVerdict:
-        """Judge; in half precision once more with less rounding, where rows give something else: it may be most of a gradient."""
+    def compared(
+        self, call: Callable[..., Any], whole: Call, layout: Layout, ranges: list[tuple[int, int]]
+    ) -> SplitVerdict:
+        """Judge rows together and in parts of these rows; in half precision once more with less rounding, where they give something else."""
         try:
-            return self._judged(*of_call)
+            with exact_products():
+                return self._judged(call, whole, layout, ranges)
         except RefusalError as refusal:
             if refusal.technique != _FIELD or not (self._is_low or CallContext().is_on):
                 raise
             refused = refusal
         release(refused)  # of the graphs that were compared
-        # there may be no room in full precision, or code that takes no other
-        with suppress(Exception), in_full():
-            return self._judged(*of_call)
+        # rounding may be most of a gradient; there may be no room in full precision, or code that takes no other
+        with suppress(Exception), exact_products(), in_full():
+            return self._judged(call, whole, layout, ranges)
         raise refused
 
     def _judged(
@@ -160,11 +164,14 @@ class Judge:
                     if not draws_on_host:
                         break
                 finally:
+                    noise = attempt.noise
+                    self.draws = noise.any_drawn or noise.draws_inside or attempt.draws_on_host
                     attempt.put_back()
             has_views = attempt.noise.has_views
             if not attempt.noise.any_drawn:
                 break
         assert first is not None
+        self.differs = isinstance(first, OtherResultsError)
         unless = (
             ", unless it is for the random numbers of Python or NumPy, which do not follow its rows"
             if draws_on_host
@@ -220,7 +227,7 @@ class Judge:
             release(failure)
         return False
 
-    def _has_room_for(self, call: Callable[..., Any], whole: Call, layout: Layout, rows: int) -> bool:
+    def has_room_for(self, call: Callable[..., Any], whole: Call, layout: Layout, rows: int) -> bool:
         """Return whether so many rows are expected to fit, by what two of them keep for the backward pass."""
         device = next(self._model.parameters()).device
         free_bytes = _free_bytes(device)

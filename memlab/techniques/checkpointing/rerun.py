@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from memlab.runtime.dispatch import StorageWatch, defers
 from memlab.runtime.dropped_graphs import held_by_graph
 from memlab.runtime.graphs import is_within_checkpoint
 from memlab.runtime.interrupts import deferred_interrupts, interruptible
-from memlab.runtime.lifetimes import storage_of
+from memlab.runtime.lifetimes import is_shared, storage_of
 from memlab.runtime.model_state import KeptTensor, Repetition, State, Written
 from memlab.techniques.checkpointing.part_hooks import PartHooks
 from memlab.techniques.checkpointing.recomputation import RecomputationCheck, contexts
@@ -130,7 +131,8 @@ class Run:
     def protect(self, watch: WriteWatch) -> None:
         """Have copies made of arguments that are written to, right before."""
         for place, tensor in zip(self._places, self.inputs, strict=True):
-            watch.protect(tensor, functools.partial(self._input_is_written, place, tensor))
+            # the watch alone holds it, as long as others do
+            watch.protect(tensor, functools.partial(self._input_is_written, place, weakref.ref(tensor)))
 
     @property
     def has_large_state(self) -> bool:
@@ -182,7 +184,9 @@ class Run:
         if weight not in self._weights and storage_of(weight) == key:
             self._weights[weight] = weight.detach().clone()
 
-    def _input_is_written(self, place: int, tensor: torch.Tensor) -> None:
+    def _input_is_written(self, place: int, reference: weakref.ref[torch.Tensor]) -> None:
+        tensor = reference()
+        assert tensor is not None
         self._part.written_inputs.add(place)
         self._copies.setdefault(place, tensor.detach().clone())
 
@@ -366,8 +370,19 @@ class WriteWatch(StorageWatch):
         """Call something before each write to a tensor's storage."""
         with torch._C.DisableTorchFunctionSubclass():  # a class of the user's need not know of such questions
             if tensor.layout is torch.strided and not defers((type(tensor),)):
+                self._let_go()
                 self._held.append(tensor)
                 self.protect_storage(storage_of(tensor), about_to)
+
+    def _let_go(self) -> None:
+        """Let go of what nobody else has any more: saved, it is off the device, and nothing can write to it."""
+        alone = [(weakref.ref(held), storage_of(held)) for held in self._held if not is_shared(held)]
+        self._held = [held for held in self._held if is_shared(held)]
+        for reference, key in alone:
+            if (held := reference()) is None:
+                self._protected.pop(key, None)
+            else:
+                self._held.append(held)
 
     def told(self, key: int) -> None:
         if not getattr(_running, "depth", 0):

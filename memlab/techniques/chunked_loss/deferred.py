@@ -131,6 +131,9 @@ class DeferredLogits(LazyTensor):
         )
         return made.follow(self, pass_through)
 
+    def with_rows_placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return self.with_hidden(place(self.hidden)).follow(self, place)
+
     @property
     def is_deferred(self) -> bool:
         """Return whether nobody has looked, at what it is a view of neither, and the weights are those of the forward."""
