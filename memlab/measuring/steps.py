@@ -6,7 +6,7 @@ Rules of the meter:
 2. A step begins with the first forward after the one before ended, and ends when the optimizers
    have stepped; several forwards in between are summed. Optimizers that take turns (a GAN's) make one step
    once each has had a turn. A model without an optimizer makes a step of each forward.
-3. A ledger watches the first two steps of each plan and two in a row every now and then: the second
+3. A ledger watches the first two steps with an update of each plan and two in a row every now and then: the second
    one knows what the first left alive. How often follows from what watching costs. On a GPU autograd takes more memory
    while it is watched (see the ledger), which is left out of allocated bytes.
 4. Of steps so short that telling of them is noticed, on a device that has no counter of each, most pass untold
@@ -29,7 +29,7 @@ from memlab.measuring.device import Device
 from memlab.measuring.holdings import Holding, inputs_of
 from memlab.measuring.models import Models
 from memlab.measuring.observation import Observation
-from memlab.measuring.times import LEAST_STEPS_BETWEEN, OBSERVED_IN_A_ROW, OpenStep, Period, Times
+from memlab.measuring.times import LEAST_STEPS_BETWEEN, MOST_SKIPPED, OBSERVED_IN_A_ROW, OpenStep, Period, Times
 from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
 from memlab.runtime.batch import Batch
@@ -331,6 +331,9 @@ class Meter(Observer):
         self.times.end_step(step, peaks)
         if observation is not None:
             period.keep(observation, peaks, step.elsewhere_bytes)
+            if step.skipped and period.skipped < MOST_SKIPPED:  # the first update comes later
+                period.skipped += 1
+                period.observed_from += 1
             self._read_counters(period)
 
     def _record(self, step: OpenStep) -> None:

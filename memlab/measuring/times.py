@@ -26,6 +26,8 @@ from memlab.records.measurement import WARMUP_STEPS
 # steps are watched two in a row: the second knows what the first left alive
 OBSERVED_IN_A_ROW = 2
 LEAST_STEPS_BETWEEN = 50
+# steps without an update that are observed beside these: fp16 begins with a few, and state of the optimizer is there afterwards
+MOST_SKIPPED = 16
 # share of the loop's time that observed steps may cost
 _OBSERVING_SHARE = 0.005
 _MOST_RECORDS = 10_000
@@ -138,6 +140,7 @@ class Period:
     earlier: tuple[int, ...] = ()
     steps: int = 0
     observed_from: int = 0
+    skipped: int = 0  # of the steps that were observed, those without an update
     largest: int = 0  # elements of the largest batch that was observed
     waiting: ProcessorWait = field(default_factory=ProcessorWait)
     host_bytes: int = 0

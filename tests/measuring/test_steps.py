@@ -219,6 +219,20 @@ def test_a_skipped_update_is_marked():
     loop.meter.close()
 
 
+def test_steps_are_watched_until_the_first_updates():
+    """As under fp16, which skips some: moments are not there before."""
+    plain, late = Loop(), Loop()
+    for loop in (plain, late):
+        for _ in range(3 if loop is late else 0):
+            loop.forward().backward()
+            loop.update(skipped=True)
+        loop.step(4)
+    peaks = [loop.meter.measurement(Plan()).peak_allocated_bytes for loop in (plain, late)]
+    assert peaks[0] == peaks[1]
+    plain.meter.close()
+    late.meter.close()
+
+
 def test_a_step_of_two_optimizers_is_one_step():
     loop = Loop()
     head = torch.nn.Parameter(torch.zeros(3))
