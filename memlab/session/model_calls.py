@@ -100,6 +100,7 @@ class ModelCalls:
         if session.position.is_within_step and not session.workload.optimizers:
             session.log.steps += 1  # as the meter counts steps of what is no optimizer of torch's
         session.usage.called(is_within_step=session.position.is_within_step)
+        was_within_step = session.position.is_within_step
         own_step = session.position.own_step
         if own_step is None or session.position.own_step_around(sys._getframe()) is None:
             session.switching.enter_step()
@@ -109,6 +110,8 @@ class ModelCalls:
         try:
             output = self._trained(original, args, kwargs)
         except BaseException:
+            # where it was the first call of a step, none has begun: the loop may ask for another plan and go on
+            session.position.is_within_step = was_within_step
             session.observers.tell("interrupted")
             raise
         if session.observers.all:

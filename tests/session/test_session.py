@@ -589,6 +589,25 @@ class TestSwitching:
             session.switch("--checkpoint", now=True)
             assert session.plan.label == "--checkpoint"
 
+    def test_at_once_where_the_first_call_of_a_step_has_failed(self) -> None:
+        class Correlated(nn.Linear):
+            def forward(self, rows: torch.Tensor) -> torch.Tensor:
+                return super().forward(rows - rows.mean(0))
+
+        model = Correlated(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = torch.randn(8, 4)
+        with fit(Workload(model, optimizer), "--accumulate 2") as session:
+            assert "rows of a batch depend on each other" in refusal(lambda: model(rows))
+            session.switch("--bf16")
+            assert (session.plan.label, session.pending) == ("--bf16", None)
+            model(rows).sum().backward()
+            with pytest.raises(TypeError):
+                model(rows, rows)  # the second call of a step
+            session.switch("")
+            assert session.plan.label == "--bf16"
+            optimizer.step()
+
     def test_from_another_thread_it_waits(self) -> None:
         model, optimizer = tower()
         with fit(Workload(model, optimizer)) as session:

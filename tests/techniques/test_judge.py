@@ -1039,6 +1039,25 @@ class _Residual(nn.Module):
         return F.mse_loss(inputs, target)
 
 
+def test_rounding_of_a_bias_that_is_added_up_over_places_is_no_dependence_of_rows() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU())
+    model = nn.Sequential(
+        *layers, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        F.cross_entropy(model(torch.randn(16, 3, 32, 32)), torch.arange(16) % 10).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(11):
+        step()
+    with fit(Workload(model, optimizer), "--accumulate 4"):
+        step()
+
+
 def test_rounding_is_no_dependence_of_rows() -> None:
     """At targets that are met the gradient is the difference of nearly equal numbers: most of it is rounding."""
     torch.manual_seed(0)

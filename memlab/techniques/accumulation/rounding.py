@@ -26,9 +26,11 @@ STRONG = 16
 _aten = torch.ops.aten
 _PRODUCTS = MATRIX_PRODUCTS | {_aten.linear.default, _aten.convolution.default, _aten.convolution_backward.default}
 
+_BIAS = 2  # place of its gradient among those of a convolution
+
 
 class Rounding(WatchingMode):
-    """Adds noise to each matrix product: some times the precision of values of its size.
+    """Adds noise to each matrix product: some times the precision of values of its size, or of what is added up to it.
 
     Example:
         >>> one = torch.ones(4, 4)
@@ -46,13 +48,18 @@ class Rounding(WatchingMode):
     def watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if func in _PRODUCTS:
-            for product in result if isinstance(result, tuple) else (result,):
+            for place, product in enumerate(result if isinstance(result, tuple) else (result,)):
                 if isinstance(product, torch.Tensor) and product.is_floating_point() and product.numel():
-                    self._round(product)
+                    size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
+                    if func is _aten.convolution_backward.default and place == _BIAS:
+                        # all places are added one after another, and terms that are alike are rounded alike: with n of them
+                        # that was seen to be n / 20 times the precision of the sum of their sizes (oneDNN)
+                        places = args[0].numel() / product.numel()
+                        size = torch.linalg.vector_norm(args[0], 1) / product.numel() * max(1, places / TIMES**2)
+                    self._round(product, size)
         return result
 
-    def _round(self, product: torch.Tensor) -> None:
-        size = torch.linalg.vector_norm(product) / product.numel() ** 0.5
+    def _round(self, product: torch.Tensor, size: torch.Tensor) -> None:
         # a part that is computed again in the backward pass (--checkpoint) is to give what it gave
         self._generator.manual_seed(hash(float(size)))
         drawn = torch.randn(product.shape, generator=self._generator, device=product.device, dtype=product.dtype)
