@@ -26,7 +26,7 @@ def test_forward_and_backward_have_a_workspace_each(capability: tuple[int, int],
 
 def test_blackwell_has_the_large_workspace_since_2_12(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, expected in (((2, 11), 8_519_680), ((2, 12), 32 * MIB)):
-        monkeypatch.setattr(cublas, "_VERSION", version)
+        monkeypatch.setattr(cublas, "TORCH", version)
         assert workspaces((10, 0)) == (expected, expected)
 
 
