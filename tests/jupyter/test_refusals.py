@@ -25,7 +25,7 @@ from tests.jupyter.test_which_model import GAN, GAN_LOOP, SETUP
 
 FLAGS = (
     "--accumulate, --batchnorm, --checkpoint, --precision, --fp16, --bf16, --optim, --adam8bit, --offload, --loss, --chunk-loss, "
-    "--gradients, --release-grads, --tile, --lora, --base, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --nproc, --quiet, --help"
+    "--gradients, --release-grads, --padding, --pack, --tile, --lora, --base, --scale, --model, --optimizer, --budget, --lossless, --capacity, --keep, --no-rescue, --background, --inference, --nproc, --quiet, --help"
 )
 
 
@@ -107,12 +107,12 @@ def refused(made: Cell, unchanged: Any, line: str, body: str = TRAIN, setup: str
         ("--keep", "--keep needs a value: --keep FIELD[,FIELD…]"),
         (
             "--keep presicion",
-            "--keep presicion: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, base, scale, and the flags "
+            "--keep presicion: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, padding, tiling, adapters, base, scale, and the flags "
             "that set them; did you mean precision?",
         ),
         (
             "--keep precision --keep speed",
-            "--keep speed: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, tiling, adapters, base, scale, and the flags "
+            "--keep speed: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, padding, tiling, adapters, base, scale, and the flags "
             "that set them",
         ),
         (

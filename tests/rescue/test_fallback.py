@@ -338,7 +338,7 @@ def test_in_the_update_predictions_of_passes_do_not_count() -> None:
 
 def test_names_of_fields_and_of_flags() -> None:
     names = ["accumulate", "--checkpoint", "precision", "bf16", "optim", "offload ", "chunk-loss", "--release-grads"]
-    names += ["--tile", "scale", "--batchnorm", "lora", "--base"]
+    names += ["--pack", "--tile", "scale", "--batchnorm", "lora", "--base"]
 
     assert pinned(names) == set(NAMES)
     assert pinned([]) == frozenset()
@@ -349,7 +349,7 @@ def test_an_unknown_name() -> None:
         pinned(["presicion"])
     assert str(raised.value) == (
         "--keep presicion: allowed are accumulation, batchnorm, checkpointing, precision, optimizer, offload, loss, gradients, "
-        "tiling, adapters, base, scale, and the flags that set them; did you mean precision?"
+        "padding, tiling, adapters, base, scale, and the flags that set them; did you mean precision?"
     )
 
 

@@ -29,6 +29,7 @@ from transformers import (
 
 from memlab import Plan, PlanError, RefusalError, Workload, fit, measure
 from memlab.predicting import predict_all
+from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.observer import Observer
 from memlab.session import Session, session_of
 from memlab.techniques.accumulation.judge import Judge
@@ -200,6 +201,20 @@ def test_outputs_come_back_in_rows() -> None:
     assert loss.shape == ()
     # at padding stand values of other positions, of which nothing is computed
     assert logits.isfinite().all()
+
+
+def test_outputs_beside_a_loss_are_put_back_when_the_loop_looks() -> None:
+    model, optimizer = made(llama)
+
+    with fit(Workload(model, optimizer), "--pack"):
+        output = model(**batch())
+        output.loss.backward()
+        assert isinstance(output.logits, LazyTensor)
+        assert output.logits._value is None
+        optimizer.step()
+    # of the weights that the call found
+    with torch.no_grad():
+        assert (output.logits[0, :5] - model(**batch()).logits[0, :5]).abs().max() > 1e-4
 
 
 def test_positions_and_embeddings_that_the_loop_gives_are_packed_as_well() -> None:
