@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from memlab import Workload, fit
 from tests.loops import tolerances
@@ -101,3 +102,26 @@ def test_a_step_seldom_has_the_host_wait_for_the_gpu(plan: str, most: int) -> No
             torch.cuda.set_sync_debug_mode("default")
     said = [str(each.message) for each in waits if "synchronizing CUDA operation" in str(each.message)]
     assert len(said) <= most
+
+
+@pytest.mark.parametrize("plan", ["--pack", "--pack --checkpoint --offload optimizer,activations"])
+def test_padded_batches_train_as_they_do_with_their_padding(plan: str) -> None:
+    losses = {}
+    for flags in ("", plan):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).cuda().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with fit(Workload(model, optimizer), flags) as session:
+            for step in range(3):
+                lengths = torch.tensor([24, 5, 9 + step, 13], device="cuda")[:, None]
+                mask = (torch.arange(24, device="cuda") < lengths).long()
+                words = torch.randint(1, 97, (4, 24), device="cuda") * mask
+                loss = model(input_ids=words, attention_mask=mask, labels=words.masked_fill(mask == 0, -100)).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.setdefault(flags, []).append(loss.item())
+            if flags:
+                assert any("53 of 96 positions" in note for note in session.notes)
+    assert losses[plan] == pytest.approx(losses[""], rel=1e-5)
