@@ -16,7 +16,7 @@ from memlab.allocator.blocks import Block, BlockPool, DeviceMemory, MemorySegmen
 from memlab.allocator.expandable import ExpandableSegments
 from memlab.allocator.history import NO_CONTEXT, Action, Context, Entry, EventHistory
 from memlab.allocator.settings import Settings
-from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, UNLIMITED_BYTES, round_size, segment_size
+from memlab.allocator.sizes import SMALL_BLOCK_BYTES, round_size, segment_size
 from memlab.errors import MemlabError
 
 
@@ -47,12 +47,12 @@ class Allocator:
         self.allocated_bytes = 0  # of the blocks in use
         self.peak_allocated_bytes = 0  # the most there were, as `torch.cuda.max_memory_allocated` says it
         self._device = DeviceMemory()
-        self._small, self._large = BlockPool(is_small=True), BlockPool(is_small=False)
+        self._expandable = self.settings.expandable_segments
+        self._small, self._large = (BlockPool(is_small=each, is_expandable=self._expandable) for each in (True, False))
         self._history = EventHistory(history)
         self._ranges = ExpandableSegments(self._device, self.settings.large_segment_bytes, self._history)
         self._active: dict[int, Block] = {}
         # looked up once: these are read on every request
-        self._expandable = self.settings.expandable_segments
         self._divisions = self.settings.roundup_power2_divisions
         self._max_split = self.settings.max_split_bytes
         self._block_bytes: dict[int, int] = {}  # by bytes requested
@@ -74,10 +74,23 @@ class Allocator:
                 raise MemlabError(f"malloc({size}): expected 1 byte or more; torch never asks its allocator for less")
             rounded = self._block_bytes[size] = round_size(size, self._divisions)
         pool = self._small if rounded <= SMALL_BLOCK_BYTES else self._large
-        block = pool.best_fit(rounded, stream)
-        if block is None or (self._max_split != UNLIMITED_BYTES and not self._may_serve(block, rounded)):
+        is_unsplit = rounded >= self._max_split
+        limit = rounded + self.settings.unsplit_slack_bytes if is_unsplit else self._max_split
+        block = pool.take_best(rounded, stream, limit)
+        if block is None:
             block = self._fresh(pool, rounded, stream, context)
-        return self._hand_out(block, rounded, size, context)
+        # what is left of it is split off where it is worth it; the program gets the low end
+        if block.size - rounded >= pool.least_rest_bytes and not (is_unsplit and pool.keeps_large):
+            rest, block = block, block.split_off(rounded)
+            pool.insert(rest)
+        block.allocated, block.requested, block.context = True, size, context
+        self._active[block.address] = block
+        self.allocated_bytes += block.size
+        if self.allocated_bytes > self.peak_allocated_bytes:  # noqa: PLR1730, RUF100 - max() costs a call, millions of times
+            self.peak_allocated_bytes = self.allocated_bytes
+        if self._history.on:
+            self._history.add(Action.ALLOC, block.address, size, stream, context)
+        return block
 
     def free(self, block: Block) -> None:
         """Free a block: it merges with free neighbours and stays cached.
@@ -95,10 +108,11 @@ class Allocator:
                 self._history.add(action, block.address, block.requested, block.stream, block.context)
         self.allocated_bytes -= block.size
         block.allocated, block.requested, block.context = False, 0, NO_CONTEXT
-        if block.prev is not None:
-            block.absorb(block.prev)
-        if block.next is not None:
-            block.absorb(block.next)
+        # asked here as well: a call costs more than the question
+        if (other := block.prev) is not None and not other.allocated:
+            block.absorb(other)
+        if (other := block.next) is not None and not other.allocated:
+            block.absorb(other)
         block.pool.insert(block)
 
     def empty_cache(self) -> None:
@@ -130,39 +144,14 @@ class Allocator:
         """Say what time it is, for the history."""
         self._history.seconds = seconds
 
-    def _may_serve(self, block: Block, size: int) -> bool:
-        if size < self._max_split:
-            return block.size < self._max_split
-        return block.size < size + self.settings.unsplit_slack_bytes
-
     def _fresh(self, pool: BlockPool, size: int, stream: int, context: Context) -> Block:
+        """A block of new memory, which no pool has."""
         if self._expandable:
-            return self._ranges.grow(pool, stream, size, context)
+            block = self._ranges.grow(pool, stream, size, context)
+            pool.remove(block)
+            return block
         size = segment_size(size, self.settings.large_segment_bytes)
         self._device.take(size)
         block = Block(self._device.new_addresses(size), size, stream, pool)
-        pool.insert(block)
         self._history.add(Action.SEGMENT_ALLOC, block.address, size, stream, context)
         return block
-
-    def _hand_out(self, block: Block, size: int, requested: int, context: Context) -> Block:
-        """Take a free block out of its pool, split off what is left of it, and give it to the program."""
-        pool = block.pool
-        pool.remove(block)
-        if self._should_split(block, size):
-            rest, block = block, block.split_off(size)
-            pool.insert(rest)
-        block.allocated, block.requested, block.context = True, requested, context
-        self._active[block.address] = block
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:  # noqa: PLR1730, RUF100 - max() costs a call, millions of times
-            self.peak_allocated_bytes = self.allocated_bytes
-        if self._history.on:
-            self._history.add(Action.ALLOC, block.address, requested, block.stream, context)
-        return block
-
-    def _should_split(self, block: Block, size: int) -> bool:
-        rest = block.size - size
-        if self._expandable or block.pool.is_small:
-            return rest >= MIN_BLOCK_BYTES
-        return size < self._max_split and rest > SMALL_BLOCK_BYTES
