@@ -12,12 +12,27 @@ in the small pool and in expandable segments, above 1 MiB in the large pool; oth
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memlab.allocator.blocks import Block, BlockPool, DeviceMemory, MemorySegment, segments_of
 from memlab.allocator.expandable import ExpandableSegments
 from memlab.allocator.history import NO_CONTEXT, Action, Context, Entry, EventHistory
 from memlab.allocator.settings import Settings
 from memlab.allocator.sizes import SMALL_BLOCK_BYTES, round_size, segment_size
 from memlab.errors import MemlabError
+
+# sizes with addresses of all that is free, and the address of the next segment
+Free = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Difference that births of large blocks, and deaths among these, make to an allocator."""
+
+    free: Free  # what is free afterwards
+    born: tuple[tuple[int, int, int], ...]  # address, size and requested bytes of each block that stays in use
+    taken_bytes: int  # from the driver
+    most_bytes: int  # that were allocated at once, above what was before
 
 
 class Allocator:
@@ -56,6 +71,7 @@ class Allocator:
         self._divisions = self.settings.roundup_power2_divisions
         self._max_split = self.settings.max_split_bytes
         self._block_bytes: dict[int, int] = {}  # by bytes requested
+        self._changed: Free | None = None  # what is free, where blocks do not say so yet
 
     @property
     def reserved_bytes(self) -> int:
@@ -67,7 +83,34 @@ class Allocator:
         """The most bytes held from the driver, as `torch.cuda.max_memory_reserved` says it."""
         return self._device.peak_bytes
 
+    @property
+    def free_memory(self) -> Free:
+        """Large blocks that are free for the default stream, which decide of what large requests and their deaths do."""
+        return self._changed or (self._large.entries(), self._device.next_address)
+
+    def change(self, change: Change) -> list[Block]:
+        """Do what was done to an allocator with the same free memory; return the blocks that stay in use, in order."""
+        blocks = []
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes + change.most_bytes)
+        for address, size, requested in change.born:
+            block = self._active[address] = Block(address, size, 0, self._large)
+            block.allocated, block.requested = True, requested
+            self.allocated_bytes += size
+            blocks.append(block)
+        self._device.take(change.taken_bytes)
+        self._changed = change.free
+        return blocks
+
+    def _catch_up(self) -> None:
+        """Have blocks say what is free after a change: not before that is asked, as another may follow."""
+        assert self._changed is not None
+        entries, self._device.next_address = self._changed
+        self._changed = None
+        self._large.refill(entries, [block for block in self._active.values() if block.pool is self._large])
+
     def malloc(self, size: int, stream: int = 0, context: Context = NO_CONTEXT) -> Block:
+        if self._changed is not None:
+            self._catch_up()
         rounded = self._block_bytes.get(size)
         if rounded is None:
             if size < 1:
@@ -98,6 +141,8 @@ class Allocator:
         Raises:
             MemlabError: the block is not in use.
         """
+        if self._changed is not None:
+            self._catch_up()
         if self._active.get(block.address) is not block:
             raise MemlabError(
                 f"free({block}): not in use; each block is freed once, by the allocator that handed it out"
@@ -117,6 +162,8 @@ class Allocator:
 
     def empty_cache(self) -> None:
         """Give back every segment, and every page of an expandable one, of which nothing is in use."""
+        if self._changed is not None:
+            self._catch_up()
         for pool in (self._large, self._small):
             for block in list(pool.free_blocks()):
                 if block.range is not None:
@@ -132,6 +179,8 @@ class Allocator:
 
     def snapshot(self) -> tuple[MemorySegment, ...]:
         """Every segment with its blocks, by address; of an expandable one, every stretch that is mapped."""
+        if self._changed is not None:
+            self._catch_up()
         free = (block for pool in (self._small, self._large) for block in pool.free_blocks())
         return segments_of([*self._active.values(), *free])
 

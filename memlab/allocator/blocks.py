@@ -17,11 +17,11 @@ _FIRST_ADDRESS = 0x7F00_0000_0000
 class DeviceMemory:
     """Memory that is taken and given back by whole segments and pages."""
 
-    __slots__ = ("_next_address", "peak_bytes", "used_bytes")
+    __slots__ = ("next_address", "peak_bytes", "used_bytes")
 
     def __init__(self) -> None:
         self.used_bytes = self.peak_bytes = 0
-        self._next_address = _FIRST_ADDRESS
+        self.next_address = _FIRST_ADDRESS
 
     def take(self, size: int) -> None:
         self.used_bytes += size
@@ -31,9 +31,9 @@ class DeviceMemory:
         self.used_bytes -= size
 
     def new_addresses(self, size: int) -> int:
-        """Addresses no segment had before, so that a trace can tell all of them apart."""
-        address = self._next_address
-        self._next_address += round_up(size, OWN_SEGMENT_STEP_BYTES)
+        """Addresses no segment had before, so that a trace can tell all of them apart; none begins where another ends."""
+        address = self.next_address
+        self.next_address += round_up(size, OWN_SEGMENT_STEP_BYTES) + OWN_SEGMENT_STEP_BYTES
         return address
 
 
@@ -128,6 +128,19 @@ class BlockPool:
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # sizes with addresses, by stream
         self._blocks: dict[int, Block] = {}  # the free ones, by address
         self.unmapped: defaultdict[int, list[tuple[int, Block]]] = defaultdict(list)  # by stream, by address
+
+    def entries(self) -> tuple[int, ...]:
+        """Sizes with addresses of what the default stream has free: equal where the same is free."""
+        return tuple(self._free[0])
+
+    def refill(self, entries: Iterable[int], used: Iterable[Block]) -> None:
+        """Have what is told of free in place of what was, beside blocks in use."""
+        self._free[0] = list(entries)
+        self._blocks = {(at := each & _ADDRESS): Block(at, each >> _ADDRESS_BITS, 0, self) for each in self._free[0]}
+        blocks = sorted([*self._blocks.values(), *used], key=lambda block: block.address)
+        for block, before, after in zip(blocks, [None, *blocks], [*blocks[1:], None], strict=False):
+            block.prev = before if before is not None and before.address + before.size == block.address else None
+            block.next = after if after is not None and block.address + block.size == after.address else None
 
     def insert(self, block: Block) -> None:
         if block.mapped:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memlab.errors import MemlabError, RefusalError, TraceError
 from memlab.hardware.gpus import Gpu
@@ -170,6 +171,7 @@ class PlanPredictor:
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
+        self.replayed: dict[Any, Any] = {}  # known to an allocator's simulation (`memlab.predicting.reserved`)
         self._holds_outputs = False
         if self._tape is not None and not others and not self._can_replay():
             self._tape = None
