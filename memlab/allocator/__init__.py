@@ -6,7 +6,7 @@ the numbers, `allocator` the order of things, `expandable` the segments that gro
 
 from __future__ import annotations
 
-from memlab.allocator.allocator import Allocator
+from memlab.allocator.allocator import Allocator, Change, Free
 from memlab.allocator.blocks import Block, MemorySegment
 from memlab.allocator.history import Action, Context
 from memlab.allocator.memory_viz import memory_viz
@@ -16,7 +16,9 @@ __all__ = [
     "Action",
     "Allocator",
     "Block",
+    "Change",
     "Context",
+    "Free",
     "MemorySegment",
     "Settings",
     "memory_viz",

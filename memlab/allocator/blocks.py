@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from memlab.allocator.history import NO_CONTEXT, Context
-from memlab.allocator.sizes import OWN_SEGMENT_STEP_BYTES, round_up
+from memlab.allocator.sizes import MIN_BLOCK_BYTES, OWN_SEGMENT_STEP_BYTES, SMALL_BLOCK_BYTES, round_up
 
 # where a CUDA process finds its device memory; only the order of addresses matters, and that traces look familiar
 _FIRST_ADDRESS = 0x7F00_0000_0000
@@ -17,11 +17,11 @@ _FIRST_ADDRESS = 0x7F00_0000_0000
 class DeviceMemory:
     """Memory that is taken and given back by whole segments and pages."""
 
-    __slots__ = ("_next_address", "peak_bytes", "used_bytes")
+    __slots__ = ("next_address", "peak_bytes", "used_bytes")
 
     def __init__(self) -> None:
         self.used_bytes = self.peak_bytes = 0
-        self._next_address = _FIRST_ADDRESS
+        self.next_address = _FIRST_ADDRESS
 
     def take(self, size: int) -> None:
         self.used_bytes += size
@@ -31,15 +31,10 @@ class DeviceMemory:
         self.used_bytes -= size
 
     def new_addresses(self, size: int) -> int:
-        """Addresses no segment had before, so that a trace can tell all of them apart."""
-        address = self._next_address
-        self._next_address += round_up(size, OWN_SEGMENT_STEP_BYTES)
+        """Addresses no segment had before, so that a trace can tell all of them apart; none begins where another ends."""
+        address = self.next_address
+        self.next_address += round_up(size, OWN_SEGMENT_STEP_BYTES) + OWN_SEGMENT_STEP_BYTES
         return address
-
-
-# a free block under its key: torch orders by stream, size, age of the segment (since 2.13,
-# https://github.com/pytorch/pytorch/pull/183591) and address; addresses here rise with age
-_Entry = tuple[int, int, "Block"]
 
 
 class Range:
@@ -116,17 +111,41 @@ class Block:
         self.size += other.size
 
 
+# torch orders free blocks by stream, size, age of the segment (since 2.13, https://github.com/pytorch/pytorch/pull/183591)
+# and address; addresses here rise with age. Size and address make one number, as numbers are compared faster than pairs
+_ADDRESS_BITS = 64
+_ADDRESS = (1 << _ADDRESS_BITS) - 1
+
+
 class BlockPool:
     """The free and the unmapped blocks of one pool."""
 
-    def __init__(self, *, is_small: bool) -> None:
+    def __init__(self, *, is_small: bool, is_expandable: bool = False) -> None:
         self.is_small = is_small
-        self._free: defaultdict[int, list[_Entry]] = defaultdict(list)  # by stream
-        self.unmapped: defaultdict[int, list[tuple[int, Block]]] = defaultdict(list)  # likewise, by address
+        self.keeps_large = not (is_small or is_expandable)  # whether blocks above the split limit stay whole
+        # what is left of a block is split off from here on
+        self.least_rest_bytes = SMALL_BLOCK_BYTES + 1 if self.keeps_large else MIN_BLOCK_BYTES
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # sizes with addresses, by stream
+        self._blocks: dict[int, Block] = {}  # the free ones, by address
+        self.unmapped: defaultdict[int, list[tuple[int, Block]]] = defaultdict(list)  # by stream, by address
+
+    def entries(self) -> tuple[int, ...]:
+        """Sizes with addresses of what the default stream has free: equal where the same is free."""
+        return tuple(self._free[0])
+
+    def refill(self, entries: Iterable[int], used: Iterable[Block]) -> None:
+        """Have what is told of free in place of what was, beside blocks in use."""
+        self._free[0] = list(entries)
+        self._blocks = {(at := each & _ADDRESS): Block(at, each >> _ADDRESS_BITS, 0, self) for each in self._free[0]}
+        blocks = sorted([*self._blocks.values(), *used], key=lambda block: block.address)
+        for block, before, after in zip(blocks, [None, *blocks], [*blocks[1:], None], strict=False):
+            block.prev = before if before is not None and before.address + before.size == block.address else None
+            block.next = after if after is not None and block.address + block.size == after.address else None
 
     def insert(self, block: Block) -> None:
         if block.mapped:
-            insort(self._free[block.stream], (block.size, block.address, block))
+            insort(self._free[block.stream], block.size << _ADDRESS_BITS | block.address)
+            self._blocks[block.address] = block
         else:
             insort(self.unmapped[block.stream], (block.address, block))
 
@@ -134,34 +153,37 @@ class BlockPool:
         """Let a block go; its size and address are those it was inserted with."""
         if block.mapped:
             entries = self._free[block.stream]
-            del entries[bisect_left(entries, (block.size, block.address))]
+            del entries[bisect_left(entries, block.size << _ADDRESS_BITS | block.address)]
+            del self._blocks[block.address]
         else:
             unmapped = self.unmapped[block.stream]
             del unmapped[bisect_left(unmapped, (block.address,))]
 
     def free_blocks(self) -> Iterator[Block]:
         """All free blocks, by stream, size and address."""
-        return (entry[2] for stream in sorted(self._free) for entry in self._free[stream])
+        return (self._blocks[entry & _ADDRESS] for stream in sorted(self._free) for entry in self._free[stream])
 
-    def best_fit(self, size: int, stream: int) -> Block | None:
-        """The smallest block that holds `size`, the one at the lowest address of equals (`get_free_block`).
+    def take_best(self, size: int, stream: int, limit: int) -> Block | None:
+        """Let go the smallest block that holds `size`, the one at the lowest address of equals (`get_free_block`).
 
-        In an expandable segment a block is as large as it could become, so that the one at the end is used last.
+        In an expandable segment a block is as large as it could become, so that the one at the end is used last. None, where
+        that block has `limit` bytes or more.
         """
         entries = self._free[stream]
-        index = bisect_left(entries, (size,))
+        index = bisect_left(entries, size << _ADDRESS_BITS)
         if index == len(entries):
             return None
-        if entries[index][2].range is not None:
-            index = _least_reach(entries, index)
-        return entries[index][2]
-
-
-def _least_reach(entries: list[_Entry], index: int) -> int:
-    """Step on while the next block could grow to less than this one."""
-    while index + 1 < len(entries) and entries[index + 1][2].reach < entries[index][2].reach:
-        index += 1
-    return index
+        block = self._blocks[entries[index] & _ADDRESS]
+        if block.range is not None:  # step on while the next block could grow to less than this one
+            for at in range(index + 1, len(entries)):
+                beyond = self._blocks[entries[at] & _ADDRESS]
+                if beyond.reach >= block.reach:
+                    break
+                index, block = at, beyond
+        if block.size >= limit:
+            return None
+        del entries[index], self._blocks[block.address]
+        return block
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memlab.errors import MemlabError, RefusalError, TraceError
 from memlab.hardware.gpus import Gpu
@@ -170,6 +171,7 @@ class PlanPredictor:
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
         self._makes_state = not all(optimizer.state for optimizer in workload.optimizers)
         self._refusals: dict[object, RefusalError | None] = {}
+        self.replayed: dict[Any, Any] = {}  # known to an allocator's simulation (`memlab.predicting.reserved`)
         self._holds_outputs = False
         if self._tape is not None and not others and not self._can_replay():
             self._tape = None
@@ -292,7 +294,6 @@ class PlanPredictor:
         before = update.observation.baseline_bytes
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
         staying = _sizes(whole, Category.ACTIVATIONS) | _sizes(whole, Category.GRADIENTS)
-        dying = {number for _, size_bytes, number, _ in whole.observation.raw if size_bytes < 0}
         return replace(
             passed,
             base=added(added(passed.base, state), self._workspaces),
@@ -302,8 +303,8 @@ class PlanPredictor:
             look_base=None if passed.look_base is None else added(passed.look_base, added(state, self._workspaces)),
             empties_cache=is_split,
             has_state=self._has_state,
-            inputs=tuple(size for number, size in staying.items() if number not in dying),
-            carried={number: size for number, size in staying.items() if number in dying},
+            inputs=tuple(size for number, size in staying.items() if number not in whole.dying),
+            carried={number: size for number, size in staying.items() if number in whole.dying},
             owned=_sizes(update, Category.PARAMETERS),
             state=_sizes(update, Category.OPTIMIZER_STATE),
             applied=self._applying(plan),
@@ -459,6 +460,4 @@ def _elsewhere_bytes(workloads: Sequence[Workload]) -> int:
 
 def _sizes(trace: Trace, category: Category) -> dict[int, int]:
     """Bytes of what lived before a trace, by number, of one category."""
-    categories = trace.observation.categories
-    baseline = trace.observation.baseline.items()
-    return {number: size_bytes for number, size_bytes in baseline if categories.get(number) is category}
+    return trace.before.get(category, {})

@@ -195,7 +195,9 @@ def _prediction(predictor: PlanPredictor, plan: Plan) -> Prediction:
     parts = predictor.parts(plan)
     highest = parts.peak()
     settings = target.settings
-    reserved = None if settings is None else reserved_by(script_of(parts, target.workspaces), settings)
+    reserved = (
+        None if settings is None else reserved_by(script_of(parts, target.workspaces), settings, predictor.replayed)
+    )
     allocated_bytes = sum(highest) if reserved is None else reserved.allocated_bytes
     reserved_bytes = None if reserved is None else reserved.reserved_bytes
     low_bytes, high_bytes = target.interval_bytes(reserved_bytes or allocated_bytes)

@@ -6,12 +6,12 @@ an allocator, for its peaks (here), or note them down with times and labels (`me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from memlab.allocator import Allocator, Block, Settings
+from memlab.allocator import Allocator, Block, Change, Free, Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_SEGMENT_BYTES, round_up
 from memlab.predicting.plan_predictor import Parts
 from memlab.predicting.segments import ACTIVATIONS, OUTSIDE, PLACE, Event
@@ -27,6 +27,8 @@ _FIRST_WORKSPACE = -(2**40)
 _LOOK = -1
 
 Events = Sequence[Event]
+# what libraries allocate: after which storage's birth (None for at once), and sizes in bytes
+Workspaces = Sequence[tuple[int | None, int]]
 
 
 class Player:
@@ -60,6 +62,10 @@ class Player:
         """What is reserved and not in use goes back to the device."""
         self._allocator.empty_cache()
 
+    def made_of(self, events: Iterable[Event], made: Callable[..., Any], *more: Any) -> Any:
+        """Return what is made of a stretch."""
+        return made(events, *more)
+
     def play(self, events: Iterable[Event], live: dict[int, Any]) -> None:
         """Serve events in order; `live` holds what is in use, by number of the storage."""
         for size_bytes, number, place, moment in events:
@@ -79,9 +85,8 @@ class Script:
     parts: Parts  # the steps; sizes of what lives outside of the stretches are theirs
     passes: Sequence[Events]  # stretches of a step but the last
     last: Events  # the last stretch, which may replace what is owned
-    # what libraries allocate once, by stretch of the first step: after which storage's birth (None for at once), and
-    # sizes in bytes
-    workspaces: Mapping[int, Sequence[tuple[int | None, int]]] = field(default_factory=dict)
+    # what libraries allocate once, by stretch of the first step
+    workspaces: Mapping[int, Workspaces] = field(default_factory=dict)
     look: Events = ()  # what comes once, before or in the first step (`Parts.once`)
     counts_look: bool = True  # whether that is in peaks
     first: Events | None = None  # the last stretch of the first step, where it creates the optimizer's state
@@ -95,8 +100,11 @@ class Reserved:
     reserved_bytes: int  # in segments, live or not
 
 
-def reserved_by(script: Script, settings: Settings) -> Reserved:
+def reserved_by(script: Script, settings: Settings, known: Known | None = None) -> Reserved:
     """Replay steps through the allocator, two at least and then as long as one reserves more than those before.
+
+    What a pass did to the memory it met is `known` to later replays with the same settings: where another meets the same, as
+    plans do that differ in their optimizers, and passes of a step that follow one another, it is not served again.
 
     Small requests have a pool of their own, whose segments are small as well: they are counted, and rounded up to whole
     segments, and what is replayed are the few large ones that make or break a plan.
@@ -104,7 +112,7 @@ def reserved_by(script: Script, settings: Settings) -> Reserved:
     script = replace(script, passes=_shortened(script.passes))
     counts_small = not (settings.expandable_segments or any(parts > 1 for parts in settings.roundup_power2_divisions))
     allocator = Allocator(settings)
-    serving = _Serving(allocator, SMALL_BLOCK_BYTES if counts_small else 0)
+    serving = _Serving(allocator, {} if known is None else known) if counts_small else _Counting(allocator, 0)
     play_steps(script, serving, _until_settled(allocator))
     segments_bytes = round_up(serving.most_small_bytes, SMALL_SEGMENT_BYTES)
     return Reserved(serving.peak_bytes, allocator.peak_reserved_bytes + segments_bytes)
@@ -168,8 +176,7 @@ def play_steps(script: Script, player: Player, steps: Iterable[int] = range(2)) 
             live = _played(player, events, () if step else script.workspaces.get(place, ()), {} if place else carried)
             if len(script.passes) > 1:
                 # a split batch keeps its outputs until it is whole: see `accumulation.micro`
-                kept = {number for _, number, category, _ in events if category != _GRADIENTS and number in live}
-                outputs += [live.pop(number) for number in sorted(kept)]
+                outputs += [live.pop(number) for number in player.made_of(events, _outputs, frozenset(live))]
             left += live.values()
         _end(player, outputs)
         makes_state = step == 0 and not parts.has_state
@@ -213,7 +220,7 @@ class _Small:
     rounded: int
 
 
-class _Serving(Player):
+class _Counting(Player):
     """Counts requests up to a size beside the allocator, and notes nothing down but peaks.
 
     Attributes:
@@ -254,6 +261,106 @@ class _Serving(Player):
             self._allocator.free(storage)
 
 
+# what is made of events, by what that is and the ids of these; they are kept, so that no others have their ids
+Known = dict[tuple[Any, ...], tuple[Iterable[Event], Any]]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A stretch that finds nothing of its own alive, without the events of small storages."""
+
+    # births and deaths of large ones: the number of each, its bytes (0 of a death), and the most that small ones come to until
+    # the next; one of neither begins
+    steps: list[tuple[int, int, int]]
+    most_bytes: int  # that small ones come to
+    end_bytes: int  # of those that stay
+    left: dict[int, _Small | int]  # what stays, by number of the storage: small ones, and numbers of large ones
+    changes: dict[Free, tuple[Change, int]]  # what it did, by what it met, and the most bytes of all that it came to
+
+
+def _pass_of(events: Iterable[Event]) -> _Pass:
+    live: dict[int, tuple[_Small, int | None]] = {}  # with the numbers of large ones
+    steps: list[tuple[int, int, int]] = []
+    now_bytes = most_bytes = top_bytes = births = 0
+    last = (0, 0)
+    for size_bytes, number, _, _ in events:
+        before = live.pop(number, None)
+        asked_bytes = size_bytes if before is None else before[0].requested + size_bytes
+        if asked_bytes > 0:
+            given = _Small(asked_bytes, round_up(asked_bytes, MIN_BLOCK_BYTES))
+            if asked_bytes > SMALL_BLOCK_BYTES:
+                births += 1
+                steps.append((*last, top_bytes))
+                last, top_bytes, live[number] = (births, asked_bytes), now_bytes, (given, births)
+            else:
+                now_bytes += given.rounded
+                top_bytes, most_bytes, live[number] = (
+                    max(top_bytes, now_bytes),
+                    max(most_bytes, now_bytes),
+                    (given, None),
+                )
+        if before is not None:
+            small, large = before
+            if large is None:
+                now_bytes -= small.rounded
+            else:
+                steps.append((*last, top_bytes))
+                last, top_bytes = (large, 0), now_bytes
+    steps.append((*last, top_bytes))
+    left = {number: given if large is None else large for number, (given, large) in live.items()}
+    return _Pass(steps, most_bytes, now_bytes, left, {})
+
+
+class _Serving(_Counting):
+    """Serves the large requests of a pass, or does again what the pass did to the same free memory."""
+
+    def __init__(self, allocator: Allocator, known: Known) -> None:
+        super().__init__(allocator, SMALL_BLOCK_BYTES)
+        self._known = known
+
+    def made_of(self, events: Iterable[Event], made: Callable[..., Any], *more: Any) -> Any:
+        key = (made, id(events), *more)
+        if key not in self._known:
+            self._known[key] = events, made(events, *more)
+        return self._known[key][1]
+
+    def play(self, events: Iterable[Event], live: dict[int, Any]) -> None:
+        if live:
+            super().play(events, live)
+            return
+        passed: _Pass = self.made_of(events, _pass_of)
+        allocator, before_bytes = self._allocator, self._allocator.allocated_bytes
+        free = allocator.free_memory
+        if free not in passed.changes:
+            blocks, passed.changes[free] = self._served(passed.steps)
+        else:
+            large = (each for each in passed.left.values() if type(each) is int)
+            blocks = dict(zip(large, allocator.change(passed.changes[free][0]), strict=True))
+        live |= {number: blocks[each] if type(each) is int else each for number, each in passed.left.items()}
+        self.peak_bytes = max(self.peak_bytes, before_bytes + self._small_bytes + passed.changes[free][1])
+        self.most_small_bytes = max(self.most_small_bytes, self._small_bytes + passed.most_bytes)
+        self._small_bytes += passed.end_bytes
+
+    def _served(self, steps: Iterable[tuple[int, int, int]]) -> tuple[dict[int, Block], tuple[Change, int]]:
+        blocks: dict[int, Block] = {}
+        allocator, malloc, free = self._allocator, self._allocator.malloc, self._allocator.free
+        before_bytes, reserved_bytes = allocator.allocated_bytes, allocator.reserved_bytes
+        highest_bytes = peak_bytes = before_bytes
+        for number, size_bytes, top_bytes in steps:
+            if size_bytes:
+                blocks[number] = malloc(size_bytes)
+                if allocator.allocated_bytes > highest_bytes:
+                    highest_bytes = allocator.allocated_bytes
+            elif number:
+                free(blocks.pop(number))
+            if allocator.allocated_bytes + top_bytes > peak_bytes:
+                peak_bytes = allocator.allocated_bytes + top_bytes
+        born = tuple((block.address, block.size, block.requested) for block in blocks.values())
+        taken_bytes = allocator.reserved_bytes - reserved_bytes
+        change = Change(allocator.free_memory, born, taken_bytes, highest_bytes - before_bytes)
+        return blocks, (change, peak_bytes - before_bytes)
+
+
 def _born(player: Player, sizes: Mapping[int, int], category: Category) -> dict[int, Any]:
     return {number: player.born(size_bytes, PLACE[category]) for number, size_bytes in sizes.items() if size_bytes}
 
@@ -261,23 +368,26 @@ def _born(player: Player, sizes: Mapping[int, int], category: Category) -> dict[
 def _played(
     player: Player,
     events: Events,
-    workspaces: Sequence[tuple[int | None, int]],
+    workspaces: Workspaces,
     held: Mapping[int, Any] = MappingProxyType({}),
 ) -> dict[int, Any]:
     """Serve a stretch, and return what is held after it, without the workspaces that are taken in it: they stay."""
     live = dict(held)
-    player.play(_with_workspaces(events, workspaces), live)
+    player.play(player.made_of(events, _with_workspaces, *workspaces) if workspaces else events, live)
     return {number: storage for number, storage in live.items() if number > _FIRST_WORKSPACE}
 
 
-def _with_workspaces(events: Events, workspaces: Sequence[tuple[int | None, int]]) -> Events:
-    if not workspaces:
-        return events
+def _with_workspaces(events: Events, *workspaces: tuple[int | None, int]) -> Events:
     found = list(events)
     for number, (after, size_bytes) in enumerate(workspaces):
         births = (at for at, event in enumerate(found, 1) if event[1] == after and event[0] > 0)
         found.insert(next(births, 0), (size_bytes, _FIRST_WORKSPACE - number, _WORKSPACES, OUTSIDE))
     return found
+
+
+def _outputs(events: Events, live: frozenset[int]) -> list[int]:
+    """Numbers of what a pass leaves beside gradients, in order."""
+    return sorted({number for _, number, category, _ in events if category != _GRADIENTS and number in live})
 
 
 def _end(player: Player, storages: Iterable[Any]) -> None:

@@ -7,9 +7,10 @@ added when the stretches are put together, so one stretch serves many plans.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 from memlab.hardware.roofline import Bill, Rates
@@ -42,7 +43,7 @@ def levels(sizes: Mapping[Category, int]) -> Levels:
 
 def added(one: Levels, other: Levels) -> Levels:
     """Two levels on top of each other."""
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+    return tuple(map(operator.add, one, other))
 
 
 def without_state(total: Levels) -> Levels:
@@ -163,6 +164,7 @@ class TracedPass:
         categories = one.observation.categories
         self._places = [PLACE[categories.get(number, Category.TEMPORARIES)] for number, _ in self._numbers]
         self._segments: dict[tuple[int, bool, frozenset[int] | None], Segment] = {}
+        self._outputs: dict[int, dict[int, int]] = {}  # by rows
 
     def share(self, rows: int) -> float:
         """Return how far a number of rows lies from that of the one trace towards that of the other."""
@@ -189,9 +191,13 @@ class TracedPass:
         share = self.share(rows)
         if self._other is None or not share:
             return self.trace.hidden
+        pairs = [*zip(self.trace.hidden, self._other.hidden, strict=True)]
+        # operators on like shapes have one description, which is kept by its id while the pairs hold it
+        found = {(id(mine.inside), id(theirs.inside)): (mine.inside, theirs.inside) for mine, theirs in pairs}
+        between = {key: mine.between(theirs, share) for key, (mine, theirs) in found.items()}
         return [
-            replace(mine, inside=mine.inside.between(theirs.inside, share))
-            for mine, theirs in zip(self.trace.hidden, self._other.hidden, strict=True)
+            Hidden(mine.begin, mine.event, between[id(mine.inside), id(theirs.inside)], mine.moment)
+            for mine, theirs in pairs
         ]
 
     def host_bytes(self, rows: int) -> int:
@@ -203,10 +209,12 @@ class TracedPass:
 
     def outputs_bytes(self, rows: int) -> dict[int, int]:
         """Bytes of the storages the model's outputs lie in, by number."""
-        wanted = set(self.trace.outputs)
-        share = self.share(rows)
-        pairs = zip(self._sizes, self._other_sizes, self._numbers, strict=True)
-        return {number: _between(a, b, share) for a, b, (number, _) in pairs if a > 0 and number in wanted}
+        if rows not in self._outputs:
+            wanted = set(self.trace.outputs)
+            share = self.share(rows)
+            pairs = zip(self._sizes, self._other_sizes, self._numbers, strict=True)
+            self._outputs[rows] = {n: _between(a, b, share) for a, b, (n, _) in pairs if a > 0 and n in wanted}
+        return self._outputs[rows]
 
     def _made(self, rows: int, *, accumulating: bool, kept: frozenset[int] | None) -> Segment:
         share, events, hidden = self.share(rows), self.events(rows), self.hidden(rows)

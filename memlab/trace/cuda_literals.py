@@ -41,13 +41,15 @@ class CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        func, kwargs = handed_over(func), dict(kwargs or {})
+        func = handed_over(func)
         # tensors that take calls themselves (`types` names them) come first
         served = _SERVED.get(func) or (None if types else _RUNS_USER_CODE.get(func))
         if served is not None:
-            return served(self, args, kwargs)
+            return served(self, args, dict(kwargs or {}))
+        if not kwargs:
+            return func(*args)
         if "device" in kwargs and _names_cuda(kwargs["device"]):
-            kwargs["device"] = _CPU
+            kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
 
 

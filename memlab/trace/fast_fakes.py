@@ -60,6 +60,7 @@ _PLAIN = frozenset(
         torch.Size,
     }
 )
+_NO_TENSOR = (type(None), int)  # kinds of results that shapes alone decide
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _OFFICIAL, _WRITTEN, MADE, _VIEWED = range(4)
 _MOST_RECIPES = 20_000
@@ -71,7 +72,7 @@ class Recipe:
     """Recipe for an operator's result on given shapes."""
 
     way: int  # one of the four ways
-    # for each result the place of the argument it is, or shape, stride and dtype; None for no tensor
+    # for each result the place of the argument it is, or shape, stride and dtype; None or a number where it is no tensor
     results: tuple[Any, ...] = ()
     container: Callable[[Iterable[Any]], Any] | None = None  # the type the results come in; None for a single one
     cost: Any = None  # what the recorder has found that a call costs
@@ -140,7 +141,7 @@ class FastFakes:
         return corrected(self.mode, func, args, kwargs, func(*args, **kwargs))
 
     def _made(self, recipe: Recipe) -> Any:
-        made = [None if result is None else self._new(*result) for result in recipe.results]
+        made = [self._new(*result) if type(result) is tuple else result for result in recipe.results]
         return made[0] if recipe.container is None else recipe.container(made)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -245,16 +246,17 @@ def _learnt(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     if container not in (None, tuple, list) or not _all_fakes(results):
         return Recipe(_OFFICIAL)
     aliases = [returned.alias_info for returned in schema.returns]
-    shares = [result is not None and _share([result], [*args, *kwargs.values()]) for result in results]
+    shares = [type(result) not in _NO_TENSOR and _share([result], [*args, *kwargs.values()]) for result in results]
     if all(shares) and _is_wholly_meta(func):
         return Recipe(_VIEWED)
     if any(shares) or any(alias is not None for alias in aliases) or not all(map(_is_own_storage, results)):
         return Recipe(_OFFICIAL)
-    return Recipe(MADE, tuple(None if r is None else (r.shape, r.stride(), r.dtype) for r in results), container)
+    made = (r if type(r) in _NO_TENSOR else (r.shape, r.stride(), r.dtype) for r in results)
+    return Recipe(MADE, tuple(made), container)
 
 
 def _all_fakes(results: Iterable[Any]) -> bool:
-    return all(result is None or (type(result) is FakeTensor and _is_plain(result)) for result in results)
+    return all(type(each) in _NO_TENSOR or (type(each) is FakeTensor and _is_plain(each)) for each in results)
 
 
 def _is_plain(fake: FakeTensor) -> bool:
@@ -269,7 +271,7 @@ def _is_wholly_meta(func: Any) -> bool:
 
 def _is_own_storage(result: Any) -> bool:
     """Return whether a result fills a storage of its own, as `empty_strided` would make it."""
-    if result is None:
+    if type(result) in _NO_TENSOR:
         return True
     if result.storage_offset() != 0:
         return False

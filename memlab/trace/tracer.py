@@ -93,6 +93,19 @@ class Trace:
         return {mark.storage: mark.event for mark in self.marks if mark.moment is MarkedEvents.SETTLED}
 
     @functools.cached_property
+    def before(self) -> dict[Category | None, dict[int, int]]:
+        """Return bytes of what lived before, by category and number."""
+        found: dict[Category | None, dict[int, int]] = {}
+        for number, size_bytes in self.observation.baseline.items():
+            found.setdefault(self.observation.categories.get(number), {})[number] = size_bytes
+        return found
+
+    @functools.cached_property
+    def dying(self) -> frozenset[int]:
+        """Return numbers of what ends, or gets smaller."""
+        return frozenset(number for _, size_bytes, number, _ in self.observation.raw if size_bytes < 0)
+
+    @functools.cached_property
     def bill(self) -> Bill:
         return Bill.of(
             replace(each.work, updating=each.work.kernels) if each.moment == STEP else each.work for each in self.priced

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab.allocator import Action, Allocator, Block, MemorySegment, Settings
+from memlab.allocator import Action, Allocator, Block, Change, MemorySegment, Settings
 from memlab.allocator.sizes import round_size
 from memlab.units import KIB, MIB
 
@@ -145,3 +145,43 @@ def test_the_same_program_gives_the_same_numbers(text: str, steps: list[object])
     run(second, steps)
     assert first.peak_reserved_bytes == second.peak_reserved_bytes
     assert first.snapshot() == second.snapshot()
+
+
+@given(steps=STEPS, before=st.lists(st.integers(MIB + 1, 40 * MIB), max_size=8), kept=st.sets(st.integers(0, 3)))
+@settings(max_examples=60)
+def test_what_was_done_to_the_same_free_memory_is_done_again(
+    steps: list[object], before: list[int], kept: set[int]
+) -> None:
+    """Counters, layout and what comes afterwards are as if every request had been served."""
+    served, changed = Allocator(), Allocator()
+    for each in (served, changed):
+        blocks = [each.malloc(size) for size in before]
+        for block in blocks[::2]:
+            each.free(block)
+    free, allocated, reserved = served.free_memory, served.allocated_bytes, served.reserved_bytes
+    assert changed.free_memory == free
+    served.reset_peaks()
+    changed.reset_peaks()
+    blocks = [served.malloc(size * MIB) for size in (3, 30, 2, 7)]
+    for number, block in enumerate(blocks):
+        if number not in kept:
+            served.free(block)
+    born = [block for number, block in enumerate(blocks) if number in kept]
+    told = tuple((block.address, block.size, block.requested) for block in born)
+    most = served.peak_allocated_bytes - allocated
+    again = changed.change(Change(served.free_memory, told, served.reserved_bytes - reserved, most))
+    assert changed.free_memory == served.free_memory
+    assert [block.address for block in again] == [block.address for block in born]
+    for each, own in ((served, born), (changed, again)):
+        live = [(block, block.requested) for block in own]
+        for step in steps:
+            if isinstance(step, tuple):
+                live.append((each.malloc(*step), step[0]))
+            elif isinstance(step, int) and live:
+                each.free(live.pop(step % len(live))[0])
+            elif step == "empty cache":
+                each.empty_cache()
+    assert changed.snapshot() == served.snapshot()
+    assert changed.allocated_bytes == served.allocated_bytes
+    assert changed.peak_allocated_bytes == served.peak_allocated_bytes
+    assert changed.peak_reserved_bytes == served.peak_reserved_bytes

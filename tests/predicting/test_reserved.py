@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from memlab import Workload
-from memlab.allocator import Settings
+from memlab.allocator import Allocator, Settings
 from memlab.allocator.sizes import MIN_BLOCK_BYTES
 from memlab.plan import Plan
 from memlab.predicting import predict, predict_all
 from memlab.predicting.plan_predictor import Applied, Parts, PlanPredictor
-from memlab.predicting.reserved import Player, Script, play_steps, reserved_by, script_of
+from memlab.predicting.reserved import Known, Player, Script, play_steps, reserved_by, script_of
 from memlab.predicting.segments import NOTHING, OUTSIDE
 from tests.predicting.families import family
 
@@ -214,6 +214,39 @@ def test_what_every_pass_leaves_is_there_until_the_update(count: int) -> None:
     noting = Noting()
     play_steps(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), noting)
     assert reserved.allocated_bytes == noting.peak_bytes
+
+
+SMALL: list[Event] = [
+    (9_000, 20, TEMPORARIES, FORWARD),
+    (700, 21, ACTIVATIONS, FORWARD),
+    (-9_000, 20, TEMPORARIES, FORWARD),
+]
+LARGER: list[Event] = [(600_000, 30, TEMPORARIES, FORWARD), (3 * MIB, 30, TEMPORARIES, FORWARD)]  # and smaller again
+SMALLER: list[Event] = [(-3 * MIB, 30, TEMPORARIES, BACKWARD), (-600_000, 30, TEMPORARIES, BACKWARD)]
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True", "roundup_power2_divisions:4"])
+def test_what_is_known_of_passes_changes_nothing(text: str) -> None:
+    """Small storages among large ones, one that grows, several passes and optimizers, with and without workspaces."""
+    known: Known = {}
+    first = [*SMALL, *PASS[:2], *LARGER, PASS[2], *SMALLER, *PASS[3:]]
+    passes, settings = [first, *[[*SMALL[::2], *LARGER, *ADDING, *SMALLER]] * 3], Settings.parse(text)
+    for state in ({}, {2: 4 * MIB}, {2: 900_000}):
+        for count in (1, 2, 4):
+            for workspaces in ({}, {0: [(1, 8 * MIB)]}):
+                one = script(passes[:count], state=state, workspaces=workspaces)
+                assert reserved_by(one, settings, known) == reserved_by(one, settings)
+
+
+def test_a_pass_that_meets_what_it_has_met_is_not_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[int] = []
+    original = Allocator.malloc
+    monkeypatch.setattr(Allocator, "malloc", lambda *args: served.append(args[1]) or original(*args))
+    known: Known = {}
+    for _ in range(2):
+        reserved_by(script(has_state=True), Settings(), known)
+    # the pass in the first of four steps; the state that lives before, whose 4 MiB the pass asks for as well, in both replays
+    assert (served.count(8 * MIB), served.count(4 * MIB)) == (1, 3)
 
 
 def test_the_order_of_peaks_on_a_gpu() -> None:

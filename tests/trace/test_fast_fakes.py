@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memlab.plan import Plan
+from memlab.predicting import predict_all
 from memlab.predicting.targets import target_for
-from memlab.trace.fast_fakes import FastFakes, Recipe, recipes_for
+from memlab.trace.fast_fakes import FastFakes, Recipe, _key, recipes_for
 from memlab.trace.tracer import Trace, Tracer
 from tests.predicting.families import FAMILIES, family
 
@@ -246,3 +248,21 @@ def test_what_only_writes_or_gives_views_is_not_asked_of_the_fake_mode(monkeypat
     view = fakes.run(_aten.view.default, (values, [24]), {})[0]
     assert view.shape == (24,)
     assert view.untyped_storage()._cdata == values.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("device", [None, "A100 80GB"])
+def test_what_an_operator_gives_for_a_shape_is_asked_once(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused attention and state off the device among them."""
+    recipes_for.cache_clear()
+    asked: list[Any] = []
+    original = FastFakes._official
+
+    def official(self: FastFakes, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        asked.append(_key(func, args, kwargs))
+        return original(self, func, args, kwargs)
+
+    monkeypatch.setattr(FastFakes, "_official", official)
+    predict_all(family("masked bert"), device, plans=["", "--checkpoint", "--offload optimizer"])
+    fakes = [key for key in asked if key is not None and "FakeTensor" not in str(key) and "real" not in str(key)]
+    assert len(fakes) > 20
+    assert [str(key[0]) for key, count in Counter(fakes).items() if count > 1] == []

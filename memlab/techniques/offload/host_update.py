@@ -30,7 +30,7 @@ from memlab.runtime.optimizer_step import restored_on_failure
 from memlab.runtime.ownership import parameters_in
 from memlab.runtime.plain_step import plain_stepper
 from memlab.runtime.state_layers import SMALL_ELEMENTS
-from memlab.techniques.offload.spill import Spill
+from memlab.techniques.offload.spill import Spill, is_dense
 from memlab.techniques.offload.transfers import Ticket, copy_streams_of
 
 Optimizer = torch.optim.Optimizer
@@ -212,5 +212,6 @@ def laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         >>> laid_out_like(torch.empty(2, 3, 4, 4), images).stride() == images.stride()
         True
     """
-    strides = torch.empty_like(other, device="meta").stride()
+    # a dense tensor is copied as it lies; to ask torch costs a twin's prediction a millisecond each time
+    strides = other.stride() if is_dense(other) else torch.empty_like(other, device="meta").stride()
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
