@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memlab.hardware.gpus import gpu
+from memlab.runtime.dispatch import TORCH
 from memlab.trace import cuda_autocast
 from memlab.trace.cuda_choices import cuda_choices
 from tests.trace.cuda_twins import Operators, fake, twin_of
@@ -63,7 +64,7 @@ OUTPUTS: list[tuple[str, Callable[[], torch.Tensor], torch.dtype]] = [
     ("mv", lambda: rows(FP32).mv(fake(8)), BF16),
     ("attention", lambda: F.scaled_dot_product_attention(*[fake(1, 2, 8, 8)] * 3), BF16),
     ("layer_norm", lambda: F.layer_norm(rows(), (8,)), FP32),
-    ("rms_norm", lambda: F.rms_norm(rows(), (8,)), FP32),
+    ("rms_norm", lambda: F.rms_norm(rows(), (8,)), FP32 if TORCH >= (2, 12) else BF16),
     ("group_norm", lambda: F.group_norm(rows(), 2), FP32),
     ("softmax", lambda: F.softmax(rows(), -1), FP32),
     ("softmax method", lambda: rows().softmax(-1), FP32),
