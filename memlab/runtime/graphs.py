@@ -12,6 +12,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointFunction
 
+from memlab.errors import RefusalError
 from memlab.runtime.reach import is_of_library
 from memlab.runtime.stand_ins import is_ours
 
@@ -215,6 +216,16 @@ def is_within_checkpoint() -> bool:
     """Return whether the hooks on saved tensors in force are those of torch's checkpoint, which count what a run saves."""
     hooks = hooks_on_saved_tensors()
     return hooks is not None and getattr(hooks[0], "__module__", None) == CheckpointFunction.__module__
+
+
+def refuse_within_checkpoint(field: str, name: str) -> None:
+    """Raise `RefusalError` where the loop calls a model within torch's own checkpointing."""
+    if is_within_checkpoint():
+        raise RefusalError(
+            field,
+            f"{name} is called within torch.utils.checkpoint, which counts what one run saves",
+            "use --checkpoint in place of that",
+        )
 
 
 def repeatable_hooks() -> AbstractContextManager[Any]:

@@ -208,12 +208,12 @@ def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
 
 # what a key-value cache is called in arguments and outputs; `cache` since Transformers 5.24
 CACHE_NAMES = ("past_key_values", "past_key_value", "cache", "cache_params", "mems")
-_CACHE_NAMES_OF_DECODERS = ("past_key_values", "cache")
+CACHE_NAMES_OF_DECODERS = ("past_key_values", "cache")
 
 
 def _needs_cache(kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call is another one without a cache: by its absence models tell packed rows and cached beginnings."""
-    return any(kwargs.get(name) is not None for name in (*_CACHE_NAMES_OF_DECODERS, "position_ids"))
+    return any(kwargs.get(name) is not None for name in (*CACHE_NAMES_OF_DECODERS, "position_ids"))
 
 
 class CacheOff:
@@ -229,7 +229,7 @@ class CacheOff:
         Raises:
             RefusalError: the loop asks for one, which it may read or hand to the next call.
         """
-        may_ask = kwargs.get("use_cache") is not False and any(name in kwargs for name in _CACHE_NAMES_OF_DECODERS)
+        may_ask = kwargs.get("use_cache") is not False and any(name in kwargs for name in CACHE_NAMES_OF_DECODERS)
         asks = kwargs.get("use_cache") is True or may_ask
         if asks and not _needs_cache(kwargs) and (kwargs.get("use_cache") or _configs_with_cache(model)):
             raise RefusalError(

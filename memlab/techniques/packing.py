@@ -36,11 +36,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memlab.errors import MemlabError, RefusalError, first_line
 from memlab.plan import Plan, Precision
 from memlab.runtime import accelerator
-from memlab.runtime.graphs import is_within_checkpoint
+from memlab.runtime.graphs import refuse_within_checkpoint
 from memlab.runtime.hooks import is_compiled
 from memlab.runtime.lazy import LazyTensor, real, with_graph
 from memlab.runtime.mechanisms import SeenInCalls, brought
-from memlab.runtime.modules import CacheOff, cache_off, refuse_kept_weights
+from memlab.runtime.modules import (
+    CACHE_NAMES_OF_DECODERS,
+    CacheOff,
+    cache_off,
+    refuse_kept_weights,
+    signature_of,
+)
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.surroundings import Surroundings
 from memlab.runtime.tree import flatten
@@ -151,13 +157,8 @@ class Packing(Technique, SeenInCalls):
     def _refuse_call(self, arguments: Mapping[str, Any]) -> None:
         """Refuse what cannot be compared, or run in another shape."""
         refuse_kept_weights(self.field, self._model, self._name)
-        if is_within_checkpoint():
-            raise RefusalError(
-                self.field,
-                f"{self._name} is called within torch.utils.checkpoint, which counts what one run saves",
-                "use --checkpoint in place of that",
-            )
-        if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
+        refuse_within_checkpoint(self.field, self._name)
+        if arguments.get("use_cache") or any(arguments.get(name) is not None for name in CACHE_NAMES_OF_DECODERS):
             raise _refusal(f"the loop asks {self._name} for a key-value cache, in which all rows would be one")
 
     def _refuse_padding(self) -> None:
@@ -493,7 +494,7 @@ def _without_positions(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    kinds = inspect.signature(model.forward).parameters
+    kinds = signature_of(model.forward).parameters
     return name in kinds or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in kinds.values())
 
 
@@ -502,9 +503,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not args:
         return dict(kwargs)
     names = [
-        name
-        for name, each in inspect.signature(model.forward).parameters.items()
-        if each.kind is each.POSITIONAL_OR_KEYWORD
+        name for name, each in signature_of(model.forward).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD
     ]
     if len(args) > len(names):
         raise _refusal(f"arguments of {type(model).__name__} have no names: nothing says which one is its {_MASK}")

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from memlab import RefusalError, Workload, fit, predict
@@ -24,7 +25,8 @@ from memlab.errors import SessionError
 from memlab.runtime import aliases
 from memlab.runtime.lazy import LazyTensor
 from memlab.techniques.accumulation import micro_outputs
-from memlab.techniques.accumulation.split import row_ranges
+from memlab.techniques.accumulation.probe import Probe
+from memlab.techniques.accumulation.split import Call, row_ranges
 from tests.techniques.models import (
     Regressor,
     distance,
@@ -203,8 +205,11 @@ class OwnMean(nn.Module):
         self.rule = rule
         self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
 
+    def hidden(self, words: torch.Tensor) -> torch.Tensor:
+        return self.table(words).tanh()
+
     def forward(self, words: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.table(words).tanh())
+        logits = self.head(self.hidden(words))
         if self.rule == "shifted":
             logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
         losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(0), reduction="none")
@@ -236,6 +241,21 @@ def test_a_few_targets_less_are_counted_as_the_model_counts_them(rule: str, leng
             assert distance(found, gradients(expected)) < 1e-12
             assert loss.item() == pytest.approx(expected(words, labels, weights).item(), rel=1e-12)
     assert rows == [10, 10]  # nothing is looked at any more
+
+
+def test_dropout_in_parts_that_run_again_does_not_hide_the_rule() -> None:
+    class Dropping(OwnMean):
+        def hidden(self, words: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda: F.dropout(self.table(words), 0.5).tanh(), use_reentrant=False)
+
+    torch.manual_seed(0)
+    words = torch.randint(1, 40, (20, 512))
+    words[17, -3:] = 0
+    call = Call.of((words, words, torch.ones(20, 512)), {})
+    probe = Probe(Dropping("not zero"), "Dropping")
+    layout = probe.layout(call)
+    (weights,) = probe.weights(call, layout, [layout.take(call, 0, 10), layout.take(call, 10, 20)]).values()
+    assert weights == [5120 / 10237, 5117 / 10237]
 
 
 def test_a_loss_of_two_means_stays_whole_once_they_differ() -> None:

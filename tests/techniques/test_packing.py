@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -243,6 +244,11 @@ def with_cache(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     return model(**given, use_cache=True).loss
 
 
+def with_cache_by_its_newer_name(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
+    """As Transformers has it since 5.24."""
+    return model(**given, cache=DynamicCache()).loss
+
+
 def with_other_positions(model: nn.Module, given: dict[str, Any]) -> torch.Tensor:
     return model(**given, position_ids=torch.arange(12)[None] + 3).loss
 
@@ -259,7 +265,10 @@ def with_other_positions(model: nn.Module, given: dict[str, Any]) -> torch.Tenso
             without_mask,
             "LlamaForCausalLM is called without an attention_mask of rows × positions, which says what is padding",
         ),
-        (with_cache, "the loop asks LlamaForCausalLM for a key-value cache, in which all rows would be one"),
+        *(
+            (loop, "the loop asks LlamaForCausalLM for a key-value cache, in which all rows would be one")
+            for loop in (with_cache, with_cache_by_its_newer_name)
+        ),
         (
             with_other_positions,
             "the position_ids that LlamaForCausalLM is called with do not count from 0 in each row",

@@ -161,7 +161,9 @@ class RankPredictor:
     def __init__(self, workload: Workload, device: str | Gpu | None = None) -> None:
         require_complete(workload, "a prediction")
         self.target: Target = target_for(workload, device)
-        self._tracer = Tracer(workload, self.target.device, self.target.choices)
+        self._tracer = Tracer(
+            workload, self.target.device, self.target.choices, capability=self.target.compute_capability
+        )
         model = self._tracer.twin.workload.model
         modules, blocks = _marked(model)
         self._tracer.marked = modules

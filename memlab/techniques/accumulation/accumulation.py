@@ -52,7 +52,7 @@ from memlab.plan import BatchNorm, Plan, Precision
 from memlab.runtime import accelerator
 from memlab.runtime.aliases import KEEP_WHOLE
 from memlab.runtime.backward import around_backward_passes
-from memlab.runtime.graphs import is_within_checkpoint
+from memlab.runtime.graphs import refuse_within_checkpoint
 from memlab.runtime.hooks import chained, is_compiled
 from memlab.runtime.mechanisms import ChangedParameters, LoopChecks, SeenInCalls, brought
 from memlab.runtime.modules import CacheOff, refuse_kept_weights
@@ -225,12 +225,7 @@ class Accumulation(Technique, LoopChecks, SeenInCalls):
         """
         self._refuse_batch_norm(self._batch_norms, self._name)
         refuse_kept_weights(self.field, self._model, self._name)
-        if is_within_checkpoint():
-            raise RefusalError(
-                self.field,
-                f"{self._name} is called within torch.utils.checkpoint, which counts what one run saves",
-                "use --checkpoint in place of that",
-            )
+        refuse_within_checkpoint(self.field, self._name)
         try:
             with self._uncompiled():
                 layout = probe.layout(whole)

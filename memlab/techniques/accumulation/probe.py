@@ -24,6 +24,7 @@ from memlab.runtime.rng import Randomness, is_generator
 from memlab.runtime.surroundings import Surroundings
 from memlab.techniques.accumulation.merge import Join, found_join, found_merge, is_ndarray, why_apart
 from memlab.techniques.accumulation.noise import Noise, Order, StrangeDrawError
+from memlab.techniques.accumulation.rounding import TIMES, Rounding
 from memlab.techniques.accumulation.rows import FEW_ROWS, separating_rows, telling_rows
 from memlab.techniques.accumulation.split import (
     Call,
@@ -355,34 +356,42 @@ class Probe:
         if self.is_low or not few or self._buffers_alone or isinstance(few[0], FakeTensor):
             return None
         found: list[torch.Tensor] = []
+        wide = self._widened(call)
         try:
             with self._quietly(order=self.order, goes_on=self.goes_on) as quiet, torch.enable_grad():
-                for start, stop in ((0, 2), (0, 1), (1, 2)):
-                    part = layout.pick(self._widened(call), rows[start:stop])
-                    loss = Outputs.of(quiet.run(part, (start, stop, 2))).leaves[position]
-                    gradients = gradients_of(loss, few)
+                # the two rows once more with noise: some gradients are mostly rounding
+                for start, stop, noise in (
+                    (0, 2, nullcontext()),
+                    (0, 1, nullcontext()),
+                    (1, 2, nullcontext()),
+                    (0, 2, Rounding(few[0].device)),
+                ):
+                    with noise:
+                        output = quiet.run(layout.pick(wide, rows[start:stop]), (start, stop, 2))
+                        gradients = quiet.gradients(Outputs.of(output).leaves[position], few)
+                    del output
                     found.append(torch.cat([each.cpu().flatten().double() for each in gradients if each is not None]))
-                    del loss
         except Exception as error:  # noqa: BLE001 - no memory for a graph, or a model that makes none here
             release(error)
             return None
-        whole, *apart = found
-        sizes = [float(each.norm()) for each in found]
-        if any(len(each) != len(whole) for each in apart) or not max(sizes) or not all(map(math.isfinite, sizes)):
+        whole, *apart, rounded = found
+        sizes = [float(each.norm()) for each in (whole, *apart)]
+        if any(len(each) != len(whole) for each in found) or not max(sizes) or not all(map(math.isfinite, sizes)):
             return None
         parts = [layout.pick(call, [row]) for row in rows]
         errors = [
             float((whole - weights[0] * apart[0] - weights[1] * apart[1]).norm()) / max(sizes)
             for weights in weights_by(rules, parts, layout)
         ]
-        if min(errors) > self._tolerance:
+        rounding = TIMES * float((whole - rounded).norm()) / max(sizes)
+        if min(errors) > max(self._tolerance, rounding):
             raise RefusalError(
                 _FIELD,
                 f"the loss of {self._name} is not a mean or sum over rows or targets, so micro-batches cannot give its gradient: "
                 f"for two rows that is {min(errors):.2g} off (allowed {self._tolerance:.0e})",
                 _OWN_LOSS,
             )
-        bound = 10 * min(errors) + _ROUNDED * torch.finfo(few[0].dtype).eps
+        bound = 10 * min(errors) + max(_ROUNDED * torch.finfo(few[0].dtype).eps, rounding)
         return [rule for rule, error in zip(rules, errors, strict=True) if error <= bound]
 
     def _number(self, outputs: Outputs, position: int) -> float:
@@ -585,6 +594,14 @@ class Quiet:
         self.draws_on_host |= not self.is_fake and self._random.host_differs()
         self.put_back(host=not (is_apart and self.goes_on))
         return output
+
+    def gradients(self, output: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Return gradients of what was run last; parts that are computed again for them draw what they drew."""
+        self.noise.repeat()
+        with self.noise:
+            found = gradients_of(output, parameters)
+        self.put_back()
+        return found
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:

@@ -82,6 +82,13 @@ def test_offloaded_state_is_in_host_memory_beside_a_gpu() -> None:
     assert away.peak_allocated_bytes < here.peak_allocated_bytes - 1.5 * size_bytes
 
 
+def test_what_a_gpu_computes_in_is_that_gpus() -> None:
+    workload = workload_of(perceptron)
+    assert not predict_ranks(workload, "--scale fsdp2 --precision tf32", nproc=2, device="A100 80GB").refused
+    with pytest.raises(RefusalError, match="tf32 needs a CUDA GPU of the Ampere generation or newer"):
+        predict_ranks(workload, "--scale fsdp2 --precision tf32", nproc=2, device="T4")
+
+
 def test_what_cannot_be_says_why() -> None:
     workload = workload_of(perceptron)
     with pytest.raises(RefusalError, match=r"the batch has 32 rows, for 33 processes; use batches of 33 rows"):
