@@ -28,8 +28,9 @@ from memlab.runtime.own_steps import own_steps
 from memlab.runtime.ownership import needs_closure
 from memlab.runtime.workload import Workload, describe_all
 from memlab.session import Session, fit, session_of
+from memlab.session.replay import Replay
 from memlab.session.snapshot import Snapshot
-from memlab.session.tape import Replay, Tape, own_step_of, tape_of
+from memlab.session.tape import Tape, own_step_of, tape_of
 
 _SILENT_SECONDS = 2.0
 

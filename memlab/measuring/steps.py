@@ -34,7 +34,8 @@ from memlab.plan import Plan
 from memlab.records import LOOP, Category, Measurement, Phase, StepRecord
 from memlab.runtime.batch import Batch
 from memlab.runtime.observer import Observer
-from memlab.session.tape import StepRecorder, Tape
+from memlab.session.recording import StepRecorder
+from memlab.session.tape import Tape
 
 # shorter steps are told of in part: at first twenty, then a few of each fifty
 _SHORT_SECONDS = 0.004

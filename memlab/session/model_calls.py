@@ -21,7 +21,7 @@ from memlab.runtime.interrupts import deferred_interrupts, interruptible
 from memlab.runtime.mechanisms import LoopChecks, brought
 from memlab.runtime.modules import signature_of
 from memlab.runtime.out_of_memory import is_out_of_memory
-from memlab.session.tape import recorder_here
+from memlab.session.recording import recorder_here
 from memlab.techniques.base import is_around_calls
 
 if TYPE_CHECKING:

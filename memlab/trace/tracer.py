@@ -38,7 +38,8 @@ from memlab.runtime.stand_ins import stand_in
 from memlab.runtime.tree import tensors_in
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit
-from memlab.session.tape import Replay, Tape
+from memlab.session.replay import Replay
+from memlab.session.tape import Tape
 from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.probe import LEAST_ROWS, Probe
 from memlab.techniques.accumulation.split import Call, Layout, row_ranges
