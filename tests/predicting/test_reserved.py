@@ -208,8 +208,9 @@ def test_many_equal_passes_need_what_three_need(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4, 8, 16])
-def test_what_every_pass_leaves_is_there_until_the_update(count: int) -> None:
-    keeping = [*ADDING, (2 * MIB, 7, ACTIVATIONS, FORWARD)]
+@pytest.mark.parametrize("size", [2 * MIB, MIB // 2])
+def test_what_every_pass_leaves_is_there_until_the_update(size: int, count: int) -> None:
+    keeping = [*ADDING, (size, 7, ACTIVATIONS, FORWARD)]
     reserved = reserved_by(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), Settings())
     noting = Noting()
     play_steps(script([[*PASS, keeping[-1]], *[keeping] * (count - 1)], has_state=True), noting)
