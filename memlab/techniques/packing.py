@@ -395,7 +395,8 @@ class PaddedBatch:
         """Return an output of rows with zeros at padding."""
         outputs, spec = flatten(output)
         shape = (len(self.lengths), self.positions)
-        is_kept = torch.arange(self.positions) < torch.tensor(self.lengths)[:, None]  # [b, s]
+        lengths = torch.tensor(self.lengths, device="cpu")[:, None]
+        is_kept = torch.arange(self.positions, device="cpu") < lengths  # [b, s]
         for place, leaf in enumerate(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.shape[:2] == shape:
                 kept = is_kept.to(leaf.device).reshape(*shape, *[1] * (leaf.dim() - 2))

@@ -134,7 +134,7 @@ def _allocates(func: Any, out: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator has made a storage; those that write in place or return a view have not."""
     if effect_of(func) != OperatorEffect.BIRTH:
         return False
-    made = [tensor for tensor in tree_iter(out) if isinstance(tensor, torch.Tensor) and tensor.numel()]
+    made = [t for t in tree_iter(out) if isinstance(t, torch.Tensor) and t.numel() and not t.is_meta]
     given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
     return any(tensor.untyped_storage()._cdata not in given for tensor in made)
 

@@ -68,6 +68,7 @@ _PLANS = (
     "--adam8bit", "--offload optimizer", "--precision pure-bf16", "--optim adafactor", "--offload params,optimizer",
     "--precision pure-bf16 --adam8bit --offload optimizer",
 )  # fmt: skip
+_IN_FILES = ("--offload optimizer", "--offload params,optimizer")  # a load writes to files, and allocates nothing
 
 
 def _differs(one: Any, other: Any) -> bool:
@@ -95,7 +96,10 @@ def _run(plan: str, action: str, at: tuple[int, ...]) -> tuple[Any, Any, float, 
 @pytest.mark.parametrize("plan", _PLANS)
 def test_memory_that_runs_out_once_is_not_noticed(plan: str, action: str) -> None:
     *expected, counted = _run(plan, action, ())
-    assert counted.count or (action == "of the model" and "bf16" not in plan)
+    assert (
+        counted.count or (action == "of the model" and "bf16" not in plan) or (action == "resume" and plan in _IN_FILES)
+    )
+    assert not (counted.count and action == "resume" and plan in _IN_FILES)
     for nth in range(1, counted.count + 1, 1 if LONG else max(1, counted.count // _SAMPLE)):
         *found, faults = _run(plan, action, (nth,))
         assert faults.failed, nth
@@ -103,12 +107,11 @@ def test_memory_that_runs_out_once_is_not_noticed(plan: str, action: str) -> Non
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("plan", _PLANS)
+@pytest.mark.parametrize("plan", [plan for plan in _PLANS if plan not in _IN_FILES])
 def test_a_load_that_memory_does_not_suffice_for_can_be_done_again(plan: str) -> None:
     loop = _Loop(plan)
     with Faults(lasting_from=20) as faults, pytest.raises(torch.OutOfMemoryError):
-        for _ in range(9):  # of few allocations, several times
-            _loaded(loop)
+        _loaded(loop)
     assert faults.failed
     _loaded(loop)
     assert not _differs(loop.state(), loop.checkpoint)
