@@ -19,7 +19,7 @@ from memlab.predicting.segments import (
     levels,
     segment_of,
 )
-from memlab.techniques.accumulation.micro_outputs import LAZY_FROM_BYTES
+from memlab.runtime.lazy import LAZY_FROM_BYTES
 from memlab.trace.tracer import Trace, Tracer
 
 _LEAST_ROWS_HALVED = 4

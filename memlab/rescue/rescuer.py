@@ -102,6 +102,7 @@ class Rescuer:
     def attach(self, session: Session) -> None:
         """Begin to answer for a session."""
         self._session = weakref.ref(session)
+        session.in_force.host.is_guarded = lambda: self.is_armed
 
     def detach(self) -> None:
         """Let go of the session and of everything kept for its steps."""

@@ -22,6 +22,10 @@ from torch.utils._pytree import tree_map
 from memlab.errors import SessionError
 from memlab.runtime.callers import handed_over, module_of
 from memlab.runtime.dispatch import own_tensors
+from memlab.units import MIB
+
+# an output larger than this is computed only when the loop looks at it
+LAZY_FROM_BYTES = 1 * MIB
 
 # what can be asked without knowing the value
 _METADATA = frozenset(
@@ -51,6 +55,7 @@ class LazyTensor(torch.Tensor):
     _grad_enabled: bool
     _origin: LazyTensor | None  # what this is a view of, or computed from
     _family: list[weakref.ref[LazyTensor]]  # of one that has no origin: what follows it
+    made_of: torch.Tensor | None  # what it is cast from, and holds
 
     @staticmethod
     def __new__(
@@ -60,7 +65,7 @@ class LazyTensor(torch.Tensor):
         lazy._compute = compute
         lazy._value = lazy._expired = None
         lazy._grad_enabled = torch.is_grad_enabled()
-        lazy._origin, lazy._family = None, []
+        lazy._origin, lazy._family, lazy.made_of = None, [], None
         return lazy
 
     def __init__(self, *_args: Any) -> None:
@@ -92,6 +97,11 @@ class LazyTensor(torch.Tensor):
     def _first(self) -> LazyTensor:
         return self if self._origin is None else self._origin._first
 
+    @property
+    def computed(self) -> torch.Tensor | None:
+        """Return the real tensor where somebody has looked."""
+        return self._value
+
     def is_about_to_be_written(self) -> None:
         """Compute what follows the same values: copies are those of before, and views see what is written."""
         first = self._first
@@ -107,18 +117,24 @@ class LazyTensor(torch.Tensor):
     def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
         """The same values, with an identity in the graph that changes their gradient."""
 
-        def gradients(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-            inner = self.value().detach().requires_grad_()
-            with torch.enable_grad():
-                outer = pass_through(inner)
-            return torch.autograd.grad(outer, inner, gradient, create_graph=torch.is_grad_enabled())
-
         made: LazyTensor = with_graph(
             lambda: LazyTensor(self.shape, self.dtype, self.device, pass_through).follow(self, pass_through),
             (self,),
-            gradients,
+            lambda gradient: _through(pass_through, self.value(), gradient),
         )
         return made
+
+    @classmethod
+    def cast(cls, tensor: torch.Tensor, dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """What a change of the number format makes of a tensor, when somebody looks; it holds the tensor until then and after."""
+
+        def make() -> LazyTensor:
+            lazy = cls(tensor.shape, dtype, tensor.device, lambda: change(tensor))
+            lazy.made_of = tensor
+            return lazy
+
+        with torch.autograd.graph.saved_tensors_hooks(as_saved, as_saved):  # it is held as it is
+            return with_graph(make, (tensor,), lambda gradient: _through(change, tensor, gradient))
 
     def with_rows_placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The same rows, elsewhere or as they are, by what passes their gradients on."""
@@ -187,6 +203,16 @@ def with_graph(make: Callable[[], LazyTensor], sources: Sequence[torch.Tensor | 
         gradients: gives theirs from that of the value; with a graph where gradients are enabled.
     """
     return _WithGraph.apply(make, gradients, *sources)  # type: ignore[no-untyped-call]
+
+
+def _through(
+    change: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor, gradient: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """Gradient of what was changed, from that of what it became."""
+    inner = value.detach().requires_grad_()
+    with torch.enable_grad():
+        outer = change(inner)
+    return torch.autograd.grad(outer, inner, gradient, create_graph=torch.is_grad_enabled())
 
 
 class _WithGraph(torch.autograd.Function):

@@ -74,6 +74,8 @@ class Host:
     aliases: Callable[[], int] = int
     on_trial: Callable[[], bool] = bool  # whether there is a plan to go back to, should this one turn out not to apply
     accumulates: Callable[[], bool] = bool  # whether the loop was seen to make several backward passes for a step
+    # whether the graph of a call is kept for the case that memory runs out, and the loop gets outputs of a node in its place
+    is_guarded: Callable[[], bool] = bool
     of_rescue: Callable[[], bool] = bool  # whether nobody asked for the plan: memory ran out under the one before
     # called instead of raising a refusal in the middle of the loop's own code or of a backward pass: True when the plan
     # before comes back at the next hook, and the technique does nothing until then

@@ -664,8 +664,8 @@ def _arguments_of(workload: Workload) -> Call:
 
 
 def _large(output: Any) -> list[torch.Tensor]:
-    """Tensors in an output that are computed, and not scalars."""
-    tensors = tensors_in(output)
+    """Tensors in an output that are computed, or held to be cast, and not scalars."""
+    tensors = [(t.made_of if isinstance(t, LazyTensor) and t.made_of is not None else t) for t in tensors_in(output)]
     return [t for t in tensors if not isinstance(t, LazyTensor) and not (t.numel() == 1 and t.dim() <= 1)]
 
 

@@ -17,14 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.ao.quantization.observer import PerChannelMinMaxObserver
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from memlab import RefusalError, Workload, fit
 from memlab.measuring.runs import training_step
 from memlab.plan import Plan
+from memlab.rescue.rescuer import Rescuer
+from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.state_entries import kept_of
 from memlab.session import Session, check
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.offload.optimizer_state import OffloadOptimizer
+from memlab.techniques.precision import cast_outputs
 from memlab.techniques.precision.loss_scale import FIRST_SCALE
 from memlab.techniques.precision.precision import PrecisionChoice
 from tests.helpers.snapshots import changed_between
@@ -728,6 +732,57 @@ def test_a_call_that_fails_leaves_an_object_it_was_given_as_it_was() -> None:
         with pytest.raises(ValueError, match="no"):
             model(given)
     assert given.rows is rows
+
+
+# what a loop does with the logits of a call that has returned a loss as well
+USES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "none": lambda out: out.loss,
+    "own loss": lambda out: F.cross_entropy(out.logits[:, :-1].flatten(0, 1), out.logits[:, 1:, :].argmax(-1).flatten()),
+    "both": lambda out: out.loss + out[1].pow(2).mean(),
+    "metric": lambda out: out.loss * float(out.logits.detach().numpy().std()),
+    "written to": lambda out: out.loss + out.logits.mul_(2).mean(),
+    "past Python": lambda out: out.loss + torch.vmap(lambda row: row.mean())(out.logits).sum(),
+    "recomputed": lambda out: out.loss + torch.utils.checkpoint.checkpoint(torch.std, out.logits, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("flags", ["--bf16", "--bf16 --accumulate 2", "--bf16 --offload activations"])
+def test_logits_beside_a_loss_are_cast_when_the_loop_looks_at_them(
+    flags: str, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(guard: Rescuer | None = None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=5000, n_positions=32)
+        model = GPT2LMHeadModel(config).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.randint(0, 5000, (8, 32))  # [b, s]
+        with fit(Workload(model, optimizer), flags, rescue=guard):
+            for _ in range(2):
+                out = model(input_ids=ids, labels=ids)
+                assert out.logits.dtype is torch.float32
+                if guard is None and "accumulate" not in flags:
+                    assert isinstance(out.logits, LazyTensor) is (cast_outputs.LAZY_FROM_BYTES < 2**40)
+                USES[use](out).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    found, guarded = trained(), trained(Rescuer())
+    monkeypatch.setattr(cast_outputs, "LAZY_FROM_BYTES", 2**60)
+    at_once = trained()
+    assert all(map(torch.equal, found, at_once))
+    assert all(map(torch.equal, guarded, at_once))
+
+
+def test_a_gradient_of_logits_that_wait_to_be_cast_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=5000, n_positions=32)).train()
+    ids = torch.randint(0, 5000, (8, 32))  # [b, s]
+    with fit(Workload(model, torch.optim.SGD(model.parameters(), lr=0.1)), "--bf16"):
+        out = model(input_ids=ids, labels=ids)
+        assert isinstance(out.logits, LazyTensor)
+        with pytest.raises(RefusalError, match=r"asks for the gradient of an output .* \(autograd.grad\)"):
+            torch.autograd.grad(out.loss, out.logits)
 
 
 def test_lbfgs_under_fp16_is_refused() -> None:

@@ -10,17 +10,13 @@ import torch
 
 from memlab.runtime.aliases import same_values
 from memlab.runtime.containers import Effect
-from memlab.runtime.lazy import LazyTensor, real
+from memlab.runtime.lazy import LAZY_FROM_BYTES, LazyTensor, real
 from memlab.runtime.tree import Structure, flatten
 from memlab.techniques.accumulation.merge import Chain, Join, Merge, UnsettledError, closed, opened
 from memlab.techniques.accumulation.merge import equal as _is_same
 from memlab.techniques.accumulation.sharing import Sharing
 from memlab.techniques.accumulation.split import Division, Outputs
 from memlab.techniques.accumulation.verdict import SplitVerdict, start_of, unjudged
-from memlab.units import MIB
-
-# an output larger than this is computed only when the loop looks at it
-LAZY_FROM_BYTES = 1 * MIB
 
 
 @dataclass

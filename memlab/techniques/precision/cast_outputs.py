@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from memlab.errors import RefusalError
+from memlab.runtime.dispatch import HALF
 from memlab.runtime.graphs import asks_for_gradient, nodes_of
-from memlab.runtime.tree import in_leaves
+from memlab.runtime.lazy import LAZY_FROM_BYTES, LazyTensor
+from memlab.runtime.tree import in_leaves, tensors_in
 
 _MOST_NODES = 2  # a change of the number format, and the loss scale
 
@@ -26,23 +28,34 @@ class CastOutputs:
     def __init__(self) -> None:
         # with the number of nodes between each and what the model made
         self._known: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._waiting: list[weakref.ref[LazyTensor]] = []  # those that are cast when the loop looks at them
 
-    def cast(self, change: Callable[[Any], Any], output: Any) -> Any:
-        """Return the output of a call with its leaves cast."""
+    def cast(self, change: Callable[[Any], Any], output: Any, *, waits: bool = False) -> Any:
+        """Return the output of a call with its leaves cast.
+
+        Args:
+            change: casts one.
+            output: what the call returns.
+            waits: whether large ones beside a loss are cast when the loop looks at them, which most loops never do.
+        """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        waits = waits and any(map(_is_loss, tensors_in([output])))
 
         def changed(leaf: Any) -> Any:
-            made = change(leaf)
+            made = LazyTensor.cast(leaf, torch.float32, change) if waits and _is_large(leaf) else change(leaf)
             if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
                 pairs.append((leaf, made))
             return made
 
         result = in_leaves(changed, output)
         self._known = [each for each in self._known if each[0]() is not None]
+        self._waiting = [each for each in self._waiting if each() is not None]
         for leaf, made in pairs if len(pairs) > 1 else ():
             if made is not leaf and leaf.retains_grad:
                 made.retain_grad()  # which the loop reads
-            if made is not leaf and (nodes := _nodes_between(made, leaf)):
+            if isinstance(made, LazyTensor):
+                self._waiting.append(weakref.ref(made))
+            elif made is not leaf and (nodes := _nodes_between(made, leaf)):
                 self._known.append((weakref.ref(made), nodes))
         return result
 
@@ -50,6 +63,9 @@ class CastOutputs:
     def around(self, roots: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[None]:
         """Context of a backward pass. Raises `RefusalError`: a gradient that is asked for would be another one."""
         alive = [(tensor, nodes) for ref, nodes in self._known if (tensor := ref()) is not None]
+        for lazy in [ref() for ref in self._waiting]:
+            if lazy is not None and lazy.computed is not None and lazy.made_of is not None:
+                alive.append((lazy.computed, _nodes_between(lazy.computed, lazy.made_of)))
         for tensor, nodes in alive:
             if (by := asks_for_gradient(tensor, inputs)) and _is_passed(tensor, nodes, roots):
                 raise RefusalError(
@@ -60,6 +76,16 @@ class CastOutputs:
                     in_loop=True,
                 )
         yield
+
+
+def _is_loss(leaf: torch.Tensor) -> bool:
+    return type(leaf) is torch.Tensor and leaf.numel() == 1 and leaf.requires_grad
+
+
+def _is_large(leaf: Any) -> bool:
+    """Return whether an output is worth waiting for: one in half precision that nobody has asked for its gradient yet."""
+    is_ours = type(leaf) is torch.Tensor and leaf.dtype in HALF and leaf.grad_fn is not None
+    return is_ours and leaf.nbytes > LAZY_FROM_BYTES and not leaf.retains_grad and not leaf._backward_hooks
 
 
 def _nodes_between(made: torch.Tensor, leaf: torch.Tensor) -> int:

@@ -33,6 +33,7 @@ from memlab.runtime.backward import around_backward_passes, is_in_backward
 from memlab.runtime.fp32_products import Fp32Products
 from memlab.runtime.graphs import why_as_written
 from memlab.runtime.lifetimes import called_while_alive, gradient_is_held
+from memlab.runtime.loop_mode import has_compiled_code
 from memlab.runtime.loop_reading import made_one_graph, of_one_graph
 from memlab.runtime.mechanisms import LoopChecks
 from memlab.runtime.out_of_memory import is_out_of_memory
@@ -342,7 +343,9 @@ class PrecisionChoice(Technique, LoopChecks):
             args, kwargs = lent.lend((args, dict(kwargs)))
             with torch.autocast(device_type, dtype=dtype):
                 output = call(*args, **kwargs)
-        return self._outputs.cast(change, output)
+        # compiled code takes no tensor that waits, and gradients of one would go past the loss scale or the node of a guarded call
+        waits = self._is(Precision.BF16) and not (has_compiled_code() or self.host.is_guarded())
+        return self._outputs.cast(change, output, waits=waits)
 
     @contextmanager
     def _in_fp32(self, model: nn.Module) -> Iterator[None]:
