@@ -116,7 +116,6 @@ class LazyTensor(torch.Tensor):
 
     def with_gradient(self, pass_through: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
         """The same values, with an identity in the graph that changes their gradient."""
-
         made: LazyTensor = with_graph(
             lambda: LazyTensor(self.shape, self.dtype, self.device, pass_through).follow(self, pass_through),
             (self,),

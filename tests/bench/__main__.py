@@ -65,6 +65,7 @@ def runs(device: torch.device, pairs: int) -> dict[str, Callable[[], list[Figure
         "watching": lambda: figures.watching(device, pairs),
         "rescuing": lambda: figures.rescuing(device, pairs),
         "accumulation": lambda: figures.accumulation(device, pairs),
+        "by hand": lambda: figures.by_hand(device, pairs),
         "arithmetic": lambda: figures.arithmetic(device),
         "plain cell": lambda: plain_cell(pairs),
         "live panel": live,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -123,6 +125,44 @@ def accumulation(device: torch.device, pairs: int) -> list[Figure]:
         Figure("transparent accumulation against a hand-written loop (time)", ratio.median, 1.02, asdict(ratio)),
         Figure("transparent accumulation against a hand-written loop (peak)", peaks[0] / peaks[1], 1.01, shown),
     ]
+
+
+def by_hand(device: torch.device, pairs: int) -> list[Figure]:
+    """A step under one setting against one with what people write instead: CPU time, or time where there is a GPU."""
+    import bitsandbytes  # here, because it takes seconds
+
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    found = []
+    for flags, instead in (
+        ("--bf16", "torch.autocast"),
+        ("--adam8bit", "bitsandbytes.optim.AdamW8bit"),
+        ("--checkpoint", "gradient_checkpointing_enable"),
+    ):
+        ours, theirs = (gpt2(device, batch=4, tokens=128, small=device.type == "cpu") for _ in range(2))
+        context: AbstractContextManager[Any] = nullcontext()
+        if flags == "--bf16":
+            context = torch.autocast(device.type, torch.bfloat16)
+        elif flags == "--checkpoint":
+            theirs.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        optimizer = (
+            bitsandbytes.optim.AdamW8bit(theirs.model.parameters(), lr=1e-4)
+            if flags == "--adam8bit"
+            else theirs.optimizers[0]
+        )
+
+        def step_instead(
+            theirs: Workload = theirs, context: AbstractContextManager[Any] = context, optimizer: Any = optimizer
+        ) -> None:
+            with context:
+                loss = theirs.model(**theirs.batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with fit(ours, flags):
+            ratio = paired(lambda ours=ours: training_step(ours), step_instead, pairs, clock=clock)  # type: ignore[misc]
+        found.append(Figure(f"{flags} against {instead} (time)", ratio.median, 1.02, asdict(ratio)))
+    return found
 
 
 def _step_by_hand(workload: Workload) -> None:

@@ -30,16 +30,22 @@ class Ratio:
     other_seconds: float
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Wall time of one call, waiting for the device."""
+def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Time of one call, waiting for the device."""
     _wait()
-    start = time.perf_counter()
+    start = clock()
     work()
     _wait()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def paired(work: Callable[[], object], other: Callable[[], object], pairs: int, warmup: int = 2) -> Ratio:
+def paired(
+    work: Callable[[], object],
+    other: Callable[[], object],
+    pairs: int,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Ratio:
     """Time two ways in turn; which goes first alternates."""
     for _ in range(warmup):
         work()
@@ -48,11 +54,11 @@ def paired(work: Callable[[], object], other: Callable[[], object], pairs: int, 
     times: list[tuple[float, float]] = []
     for index in range(pairs):
         if index % 2:
-            second = seconds_of(other)
-            times.append((seconds_of(work), second))
+            second = seconds_of(other, clock)
+            times.append((seconds_of(work, clock), second))
         else:
-            first = seconds_of(work)
-            times.append((first, seconds_of(other)))
+            first = seconds_of(work, clock)
+            times.append((first, seconds_of(other, clock)))
     ratios = sorted(a / b for a, b in times)
     low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return Ratio(median, low, high, statistics.median(a for a, _ in times), statistics.median(b for _, b in times))

@@ -737,7 +737,9 @@ def test_a_call_that_fails_leaves_an_object_it_was_given_as_it_was() -> None:
 # what a loop does with the logits of a call that has returned a loss as well
 USES: dict[str, Callable[[Any], torch.Tensor]] = {
     "none": lambda out: out.loss,
-    "own loss": lambda out: F.cross_entropy(out.logits[:, :-1].flatten(0, 1), out.logits[:, 1:, :].argmax(-1).flatten()),
+    "own loss": lambda out: F.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), out.logits[:, 1:, :].argmax(-1).flatten()
+    ),
     "both": lambda out: out.loss + out[1].pow(2).mean(),
     "metric": lambda out: out.loss * float(out.logits.detach().numpy().std()),
     "written to": lambda out: out.loss + out.logits.mul_(2).mean(),

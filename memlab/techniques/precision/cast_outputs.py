@@ -63,9 +63,9 @@ class CastOutputs:
     def around(self, roots: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[None]:
         """Context of a backward pass. Raises `RefusalError`: a gradient that is asked for would be another one."""
         alive = [(tensor, nodes) for ref, nodes in self._known if (tensor := ref()) is not None]
-        for lazy in [ref() for ref in self._waiting]:
-            if lazy is not None and lazy.computed is not None and lazy.made_of is not None:
-                alive.append((lazy.computed, _nodes_between(lazy.computed, lazy.made_of)))
+        waiting = [lazy for ref in self._waiting if (lazy := ref()) is not None]
+        seen = [(lazy.computed, lazy.made_of) for lazy in waiting if lazy.computed is not None]
+        alive += [(made, _nodes_between(made, leaf)) for made, leaf in seen if leaf is not None]
         for tensor, nodes in alive:
             if (by := asks_for_gradient(tensor, inputs)) and _is_passed(tensor, nodes, roots):
                 raise RefusalError(
