@@ -13,6 +13,7 @@ import sys
 import weakref
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Self
 
@@ -44,6 +45,8 @@ _METADATA = frozenset(
         torch.Tensor.__len__,
     }
 )
+
+_OF_AUTOGRAD = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
 
 
 class LazyTensor(torch.Tensor):
@@ -80,9 +83,7 @@ class LazyTensor(torch.Tensor):
         if self._value is None:
             if self._compute is None:
                 raise SessionError(self._expired)
-            # the graph is the value's own: `torch.utils.checkpoint` counts what a function of the loop's saves
-            hooks = torch.autograd.graph.saved_tensors_hooks(as_saved, as_saved)
-            with torch.set_grad_enabled(self._grad_enabled), hooks:
+            with torch.set_grad_enabled(self._grad_enabled), _with_graph_of_its_own():
                 self._value = self._compute() if self._origin is None else self._compute(self._origin.value())
             self._compute = None
         return self._value
@@ -132,7 +133,7 @@ class LazyTensor(torch.Tensor):
             lazy.made_of = tensor
             return lazy
 
-        with torch.autograd.graph.saved_tensors_hooks(as_saved, as_saved):  # it is held as it is
+        with _with_graph_of_its_own():  # it is held as it is
             return with_graph(make, (tensor,), lambda gradient: _through(change, tensor, gradient))
 
     def with_rows_placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -156,8 +157,10 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # reached by operations in C++ that were given a lazy tensor without passing through Python
-        real_args, real_kwargs = tree_map(real, (args, dict(kwargs or {})))
+        # reached by operations in C++ that were given a lazy tensor without passing through Python, and below autograd: the
+        # value is kept, and its graph is wanted by what looks next
+        with _above_autograd():
+            real_args, real_kwargs = tree_map(real, (args, dict(kwargs or {})))
         return func(*real_args, **real_kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -168,6 +171,21 @@ class LazyTensor(torch.Tensor):
 
 
 own_tensors.add(f"`{LazyTensor.__name__}`")
+
+
+def _above_autograd() -> AbstractContextManager[Any]:
+    """Context in which a graph is recorded, also from within an operator."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _OF_AUTOGRAD:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _with_graph_of_its_own() -> AbstractContextManager[Any]:
+    """Context in which what a graph saves goes past hooks: `torch.utils.checkpoint` counts what a function of the loop's saves."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # by `torch.func.grad` and its like
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(as_saved, as_saved)
 
 
 @functools.cache

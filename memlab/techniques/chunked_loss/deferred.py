@@ -60,13 +60,14 @@ class DeferredLogits(LazyTensor):
         *,
         is_cast: bool,
     ) -> DeferredLogits:
+        def compute(*sources: Any) -> torch.Tensor:
+            return steps(logits_of(*sources, compute_dtype))
+
         def computed() -> torch.Tensor:
-            return steps(logits_of(hidden, weight, bias, compute_dtype))
+            return compute(hidden, weight, bias)
 
         def gradients(gradient: torch.Tensor) -> Sequence[torch.Tensor | None]:
-            with torch.enable_grad():
-                values = computed()
-            return derived(values, gradient.to(values.dtype), hidden, weight, bias)
+            return derived(compute, gradient, hidden, weight, bias)
 
         shape = (*hidden.shape[:-1], weight.shape[0])
         deferred: DeferredLogits = with_graph(

@@ -38,12 +38,19 @@ def logits_of(
     return F.linear(hidden, weight, bias)
 
 
-def derived(output: torch.Tensor, gradient: torch.Tensor, *sources: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return the gradients of some of the sources of an output; None of those that need none."""
-    trained = [tensor for tensor in sources if tensor is not None and tensor.requires_grad]
-    made = torch.autograd.grad(output, trained, gradient, create_graph=torch.is_grad_enabled())
+def derived(
+    compute: Callable[..., torch.Tensor], gradient: torch.Tensor, *sources: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Return the gradients of sources, from that of what is computed from them; None of those that need none."""
+    keeps_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # views, which have no way to each other: one source may have been computed from another, as with tied weights
+        views = [None if each is None else each.view_as(each) for each in sources]
+        output = compute(*views)
+    trained = [view for view in views if view is not None and view.requires_grad]
+    made = torch.autograd.grad(output, trained, gradient.to(output.dtype), create_graph=keeps_graph)
     by_id = dict(zip(map(id, trained), made, strict=True))
-    return [by_id.get(id(tensor)) for tensor in sources]
+    return [by_id.get(id(view)) for view in views]
 
 
 def sum_of_cross_entropies(
@@ -118,11 +125,15 @@ class _TiledRows(torch.autograd.Function):
         made = _Gradients(hidden, weight, bias, ctx.needs_input_grad[2:5])
         with autocast_as_before():
             if torch.is_grad_enabled():  # as autograd has it under create_graph
-                with torch.autocast(hidden.device.type, enabled=False):
-                    logits = logits_of(hidden, weight, bias, ctx.compute_dtype)
-                with around:
-                    out = ctx.function(logits, *others)
-                return (None, None, *derived(out, gradients[0], hidden, weight, bias), *(None for _ in others))
+
+                def compute(*sources: Any) -> torch.Tensor:
+                    with torch.autocast(hidden.device.type, enabled=False):
+                        logits = logits_of(*sources, ctx.compute_dtype)
+                    with around:
+                        found: torch.Tensor = ctx.function(logits, *others)
+                    return found
+
+                return (None, None, *derived(compute, gradients[0], hidden, weight, bias), *(None for _ in others))
             for tile in rounds(head.tiles()):
                 logits = head.logits(tile).requires_grad_()
                 with torch.enable_grad(), around:
@@ -165,9 +176,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, target = ctx.saved_tensors  # torch refuses a second pass without a graph to keep
         if torch.is_grad_enabled():  # as autograd has it under create_graph
             ignore_index, compute_dtype = ctx.others
-            logits = logits_of(hidden, weight, bias, compute_dtype).to(gradients[0].dtype)
-            total = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
-            return (*derived(total, gradients[0], hidden, weight, bias), None, None, None)
+
+            def compute(*sources: Any) -> torch.Tensor:
+                logits = logits_of(*sources, compute_dtype).to(gradients[0].dtype)
+                return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+
+            return (*derived(compute, gradients[0], hidden, weight, bias), None, None, None)
         scale = gradients[0]
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return (*(None if grad is None else grad * scale.to(grad.dtype) for grad in ctx.made), None, None, None)
