@@ -282,15 +282,23 @@ class GuardedCall(RepeatableCall):
 
     def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The model runs once more, on the parameters themselves."""
-        # views, whose gradients are not handed to hooks of the loop's tensors
+        # views, whose gradients are not handed to hooks of the loop's tensors, and which have no way to each other: an input
+        # may have been computed with the same parameters
+        parameters: list[torch.Tensor] = []
+
+        @contextmanager
+        def inside() -> Iterator[None]:
+            with self._aliases.originals_in_place() as parameters[:]:
+                yield
+
         leaves = list(self._leaves)
         for position in self._inputs:
             leaves[position] = leaves[position].view_as(leaves[position])
         found = self._found.views()
-        made = self._again(leaves, found)
+        made = self._again(leaves, found, inside())
         wanted = self._wanted(outer)
         self._require_same(made, wanted)
-        sources = [*(leaves[i] for i in self._inputs), *found.values(), *self._aliases.originals]
+        sources = [*(leaves[i] for i in self._inputs), *found.values(), *parameters]
         with self._hooked(made):
             return torch.autograd.grad(
                 [real(made[path]) for path in wanted], sources, [*wanted.values()], create_graph=True, allow_unused=True

@@ -364,8 +364,8 @@ class _Gradients:
         streaming.backward_ended = self.pass_ended
 
     def watch(self, parameter: Parameter) -> None:
-        """Have the gradients of a parameter, or an alias of one, leave; harmless when that is so already."""
-        if parameter in self._watched:
+        """Have the gradients of a parameter, or an alias of one, leave; harmless when that is so already, and of a view, which gets none."""
+        if parameter in self._watched or not parameter.is_leaf:
             return
         complete = called_while_alive(self._is_complete)
         handles = [parameter.register_post_accumulate_grad_hook(complete)]  # type: ignore[no-untyped-call]
