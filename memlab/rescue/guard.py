@@ -282,20 +282,22 @@ class GuardedCall(RepeatableCall):
 
     def _differentiable(self, outer: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The model runs once more, on the parameters themselves."""
-        # views, whose gradients are not handed to hooks of the loop's tensors, and which have no way to each other: an input
-        # may have been computed with the same parameters
-        parameters: list[torch.Tensor] = []
+        parameters: list[torch.Tensor] = [*self._aliases.originals]
 
         @contextmanager
         def inside() -> Iterator[None]:
+            """Have the model see views of its parameters, which have no way to inputs that were computed with the same parameters."""
             with self._aliases.originals_in_place() as parameters[:]:
                 yield
 
         leaves = list(self._leaves)
+        own = set(map(id, parameters))
+        is_computed = any(id(leaf) in own for leaf in graphs.leaves_of(leaves[position] for position in self._inputs))
+        # views, whose gradients are not handed to hooks of the loop's tensors
         for position in self._inputs:
             leaves[position] = leaves[position].view_as(leaves[position])
         found = self._found.views()
-        made = self._again(leaves, found, inside())
+        made = self._again(leaves, found, inside() if is_computed else None)
         wanted = self._wanted(outer)
         self._require_same(made, wanted)
         sources = [*(leaves[i] for i in self._inputs), *found.values(), *parameters]
