@@ -291,8 +291,11 @@ class GuardedCall(RepeatableCall):
                 yield
 
         leaves = list(self._leaves)
-        own = set(map(id, parameters))
-        is_computed = any(id(leaf) in own for leaf in graphs.leaves_of(leaves[position] for position in self._inputs))
+        inputs = [leaves[position] for position in self._inputs]
+        own = {
+            id(each) for each in parameters if each.device in {leaf.device for leaf in inputs}
+        }  # no view of one on the host
+        is_computed = any(id(leaf) in own for leaf in graphs.leaves_of(inputs))
         # views, whose gradients are not handed to hooks of the loop's tensors
         for position in self._inputs:
             leaves[position] = leaves[position].view_as(leaves[position])

@@ -183,7 +183,7 @@ def _above_autograd() -> AbstractContextManager[Any]:
 
 def _with_graph_of_its_own() -> AbstractContextManager[Any]:
     """Context in which what a graph saves goes past hooks: `torch.utils.checkpoint` counts what a function of the loop's saves."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # by `torch.func.grad` and its like
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # by `torch.func.grad` and its like
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(as_saved, as_saved)
 

@@ -60,8 +60,8 @@ class DeferredLogits(LazyTensor):
         *,
         is_cast: bool,
     ) -> DeferredLogits:
-        def compute(*sources: Any) -> torch.Tensor:
-            return steps(logits_of(*sources, compute_dtype))
+        def compute(hidden: Any, weight: Any, bias: Any) -> torch.Tensor:
+            return steps(logits_of(hidden, weight, bias, compute_dtype))
 
         def computed() -> torch.Tensor:
             return compute(hidden, weight, bias)

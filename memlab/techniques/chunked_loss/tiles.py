@@ -126,9 +126,9 @@ class _TiledRows(torch.autograd.Function):
         with autocast_as_before():
             if torch.is_grad_enabled():  # as autograd has it under create_graph
 
-                def compute(*sources: Any) -> torch.Tensor:
+                def compute(hidden: Any, weight: Any, bias: Any) -> torch.Tensor:
                     with torch.autocast(hidden.device.type, enabled=False):
-                        logits = logits_of(*sources, ctx.compute_dtype)
+                        logits = logits_of(hidden, weight, bias, ctx.compute_dtype)
                     with around:
                         found: torch.Tensor = ctx.function(logits, *others)
                     return found
@@ -177,8 +177,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # as autograd has it under create_graph
             ignore_index, compute_dtype = ctx.others
 
-            def compute(*sources: Any) -> torch.Tensor:
-                logits = logits_of(*sources, compute_dtype).to(gradients[0].dtype)
+            def compute(hidden: Any, weight: Any, bias: Any) -> torch.Tensor:
+                logits = logits_of(hidden, weight, bias, compute_dtype).to(gradients[0].dtype)
                 return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
 
             return (*derived(compute, gradients[0], hidden, weight, bias), None, None, None)
