@@ -60,6 +60,7 @@ PLANS = (
     "--optim adafactor",
     "--optim sgd",
     "--optim lion8bit",
+    "--optim adamw4bit",
     "--bf16",
     "--fp16",
     "--precision pure-bf16",

@@ -137,6 +137,7 @@ PLANS = (
     "--precision pure-bf16",
     "--adam8bit",
     "--optim adafactor",
+    "--optim adamw4bit",
     "--offload optimizer",
     "--offload activations",
     "--chunk-loss",
