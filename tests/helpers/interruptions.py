@@ -61,6 +61,7 @@ PLANS = (
     "--optim sgd",
     "--optim lion8bit",
     "--optim adamw4bit",
+    "--optim apollo",
     "--bf16",
     "--fp16",
     "--precision pure-bf16",

@@ -138,6 +138,7 @@ PLANS = (
     "--adam8bit",
     "--optim adafactor",
     "--optim adamw4bit",
+    "--optim apollo",
     "--offload optimizer",
     "--offload activations",
     "--chunk-loss",

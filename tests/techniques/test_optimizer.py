@@ -24,6 +24,7 @@ from memlab.runtime.state_entries import kept_of
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
 from memlab.techniques.optimizer.four_bit import FourBitAdamW, FourBitFormat
+from memlab.techniques.optimizer.low_rank import Apollo, LowRankFormat
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
 from tests.driving import (
     applied,
@@ -692,6 +693,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
         ("--optim adamw", torch.optim.Adam),
         ("--optim sgd", torch.optim.SGD),
         ("--optim adafactor", transformers.Adafactor),
+        ("--optim apollo", type("APOLLOAdamW", (torch.optim.AdamW,), {})),
         ("--optim muon", lambda parameters: torch.optim.Muon(each for each in parameters if each.dim() == 2)),
     ],
 )
@@ -756,10 +758,11 @@ def test_there_and_back_in_4_bits_deviates_by_some_hundredths_at_most(make: Make
 def test_4_bit_moments_take_a_byte_and_a_sixteenth() -> None:
     parameter = torch.nn.Parameter(torch.ones(256, 256))
     optimizer = _updated(torch.optim.AdamW([parameter]), parameter, 1)
+    tables = 2 * 4 * (2 * 256 + 15)
     with applied(optimizer, FOUR_BIT):
-        assert state_bytes(optimizer) / parameter.numel() == 1 + 2 * 4 / 128
+        assert state_bytes(optimizer) == parameter.numel() * (1 + 2 * 4 / 128) + tables
         _updated(optimizer, parameter, 1)
-        assert state_bytes(optimizer) / parameter.numel() == 1 + 2 * 4 / 128
+        assert state_bytes(optimizer) == parameter.numel() * (1 + 2 * 4 / 128) + tables
 
 
 def test_a_4_bit_update_takes_no_more_memory_for_a_larger_parameter() -> None:
@@ -978,3 +981,115 @@ def test_moments_of_a_weight_that_two_optimizers_hold_are_given_back_to_each() -
         for optimizer, own in zip(optimizers, before, strict=True):
             for number, state in optimizer.state_dict()["state"].items():
                 assert all(torch.equal(value, own["state"][number][name]) for name, value in state.items())
+
+
+# --- APOLLO ---------------------------------------------------------------------------------------
+
+APOLLO = "--optim apollo"
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (80, 80)])
+def test_apollo_updates_as_the_package_of_its_authors(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    package = pytest.importorskip("apollo_torch")
+    parameter, reference = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    optimizer = Apollo([parameter])
+    optimizer.param_groups[0].update(lr=1e-2, weight_decay=0.1)
+    state = optimizer.state[parameter] = LowRankFormat().fresh(parameter)
+    rank, width = state["projection"].shape
+    settings = {"rank": rank, "update_proj_gap": 200, "scale": width / rank, "scale_type": "channel", "proj": "random"}
+    group = {"params": [reference], "proj_type": "std", **settings}
+    own = package.APOLLOAdamW([group], lr=1e-2, weight_decay=0.1, eps=1e-8)
+
+    def same_projection(*_: Any, type: str, **__: Any) -> torch.Tensor:  # noqa: A002 - the package's name
+        projection: torch.Tensor = state["projection"]
+        return projection if type == "right" else projection.t()
+
+    projector = package.apollo.GradientProjector
+    monkeypatch.setattr(projector, "get_orthogonal_matrix", same_projection)
+    torch.manual_seed(0)
+    for step in range(6):
+        parameter.grad = torch.randn(shape) * 10 ** (step % 3)
+        reference.grad = parameter.grad.clone()
+        optimizer.step()
+        own.step()
+    assert (parameter - 1).abs().max() > 0.05
+    torch.testing.assert_close(parameter, reference)
+
+
+def test_apollo_goes_on_after_a_step_without_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = Apollo([parameter])
+    optimizer.state[parameter] = LowRankFormat().fresh(parameter)
+    moved = []
+    for scale in (1.0, 0.0, 1.0):
+        before = parameter.detach().clone()
+        torch.manual_seed(0)
+        parameter.grad = scale * torch.randn(64, 64)
+        optimizer.step()
+        moved.append(float((parameter.detach() - before).norm()))
+    assert moved[2] > 0.5 * moved[0]
+
+
+def test_a_projection_is_another_one_every_200_steps() -> None:
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = Apollo([parameter])
+    state = optimizer.state[parameter] = LowRankFormat().fresh(parameter)
+    parameter.grad = torch.ones(64, 64)
+    drawn = {}
+    for step in (0, 1, 199, 200, 201):
+        state["step"] = step
+        optimizer.step()
+        drawn[step] = state["projection"].clone()
+    assert torch.equal(drawn[0], drawn[199])
+    assert torch.equal(drawn[200], drawn[201])
+    assert not torch.equal(drawn[199], drawn[200])
+
+
+def test_apollo_keeps_moments_of_a_subspace_and_moves_weights_about_as_far_as_adamw_does() -> None:
+    moved, losses = [], []
+    for flags in ("", APOLLO):
+        model = tiny_gpt2()
+        optimizer = adamw(model)
+        train(model, optimizer, range(20))
+        before, random = snapshot(model, optimizer), torch.get_rng_state()
+        with fit(Workload(model, optimizer), flags) as session:
+            matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
+            if flags:
+                rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
+                # two moments, the projection and a norm
+                ours = sum(4 * (min(p.shape) // 4) * (2 * max(p.shape) + min(p.shape)) + 4 for p in matrices)
+                assert state_bytes(optimizer) == ours + sum(8 * p.numel() + 4 for p in rest)
+                assert session.host_bytes >= 8 * sum(p.numel() for p in matrices)
+        assert same(snapshot(model, optimizer), before)
+        assert torch.equal(torch.get_rng_state(), random)
+        start = [p.detach().clone() for p in matrices]
+        with fit(Workload(model, optimizer), flags):
+            losses.append(train(model, optimizer, range(20, 60))[-1])
+        moved.append(sum(float((p.detach() - b).square().sum()) for p, b in zip(matrices, start, strict=True)) ** 0.5)
+    assert 0.4 < moved[1] / moved[0] < 1.5
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.parametrize("beside", [" --offload optimizer", " --release-grads", " --offload params"])
+def test_apollo_beside_other_settings_trains_as_it_does_alone(beside: str) -> None:
+    runs = []
+    for flags in (APOLLO, APOLLO + beside):
+        model = tiny_gpt2()
+        optimizer = adamw(model)
+        train(model, optimizer, range(3))
+        with fit(Workload(model, optimizer), flags):
+            runs.append(train(model, optimizer, range(3, 8)))
+    assert runs[0] == runs[1]
+
+
+def test_after_a_step_apollo_gives_back_no_moments_of_its_matrices() -> None:
+    model = tiny_gpt2()
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    with fit(Workload(model, optimizer), APOLLO):
+        train(model, optimizer, range(2, 3))
+        assert len(optimizer.state_dict()["state"]) < len([*model.parameters()])
+    for name, parameter in model.named_parameters():
+        assert bool(optimizer.state.get(parameter)) == (not (".h." in name and parameter.dim() == 2)), name
+    train(model, optimizer, range(3, 6))
+    assert all(map(optimizer.state.get, model.parameters()))

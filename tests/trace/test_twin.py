@@ -331,6 +331,7 @@ def test_a_prediction_that_fails_changes_nothing(trained: Workload) -> None:
         "--optim adafactor",
         "--optim lion8bit",
         "--optim adamw4bit",
+        "--optim apollo",
         "--offload optimizer",
         "--offload activations --bf16",
         "--precision pure-bf16 --adam8bit --offload optimizer,activations --accumulate 2",

@@ -25,6 +25,7 @@ class OptimizerChoice(StrEnum):
     ADAFACTOR = "adafactor"
     SGD = "sgd"
     MUON = "muon"
+    APOLLO = "apollo"
 
 
 EIGHT_BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
@@ -53,7 +54,7 @@ OPTIMIZER = PlanField(
     alike=EIGHT_BIT, searched=("keep", "adam8bit"), untrained="no optimizer runs",
     names={
         "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
-        "adamw4bit": "4-bit AdamW", "lion8bit": "8-bit Lion", "sgd": "SGD", "muon": "Muon",
+        "adamw4bit": "4-bit AdamW", "lion8bit": "8-bit Lion", "sgd": "SGD", "muon": "Muon", "apollo": "APOLLO",
     },
     conflicts=_conflicts,
 )  # fmt: skip

@@ -55,7 +55,7 @@ class FourBitFormat(StateFormat):
         for number, values in zip(_NAMES, (moments.first, moments.second), strict=True):
             flat = values.detach().reshape(-1)
             for part in _slices(parameter):
-                self.write(state, number, part, flat[part].float())
+                _write(state, number, part, flat[part].float())
         return state
 
     def decode(self, parameter: torch.nn.Parameter, group: Group, state: State) -> Moments:
@@ -63,57 +63,35 @@ class FourBitFormat(StateFormat):
         for number in _NAMES:
             values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
             for part in _slices(parameter):
-                values.view(-1)[part] = self.read(state, number, part)
+                values.view(-1)[part] = _read(state, number, part)
             moments.append(values)
         return Moments(int(state["step"]), *moments)
 
     def fresh(self, parameter: torch.nn.Parameter) -> State:
         state = self._empty(parameter, 0)
-        for name, values in state.items():
-            if name != "step":
-                values.zero_()
+        for number in _NAMES:
+            for name in ("moment", "codes", "scale"):
+                if f"{name}{number}" in state:
+                    state[f"{name}{number}"].zero_()
         return state
 
     def keeps_all(self, parameter: torch.nn.Parameter) -> bool:
         return not _is_packed(parameter)
 
-    def read(self, state: State, number: str, part: slice) -> torch.Tensor:
-        """Return a slice of a moment in fp32, in memory of its own."""
-        if f"moment{number}" in state:
-            whole: torch.Tensor = state[f"moment{number}"]
-            return whole[part].clone()
-        codes, scales = _packed_parts(state, number, part)
-        pairs, _ = self._table(codes.device, signed=_NAMES[number])
-        values = embedding(codes.int(), pairs).view(-1, _BLOCK_ELEMENTS)
-        return values.mul_(scales.unsqueeze(-1)).view(-1)
-
-    def write(self, state: State, number: str, part: slice, values: torch.Tensor) -> None:
-        """Keep a slice of a moment, which is left as it is."""
-        if f"moment{number}" in state:
-            state[f"moment{number}"][part] = values
-            return
-        codes, scales = _packed_parts(state, number, part)
-        _, boundaries = self._table(codes.device, signed=_NAMES[number])
-        blocks = values.view(-1, _BLOCK_ELEMENTS)
-        torch.linalg.vector_norm(blocks, float("inf"), dim=-1, out=scales)
-        scales.clamp_(min=_LEAST_SCALE)
-        halves = torch.bucketize(blocks / scales.unsqueeze(-1), boundaries, right=True, out_int32=True).view(-1, 2)
-        codes.copy_(halves[:, 0].mul_(16).add_(halves[:, 1]))
-
-    @staticmethod
-    def _empty(parameter: torch.nn.Parameter, step: int) -> State:
+    def _empty(self, parameter: torch.nn.Parameter, step: int) -> State:
         elements, device = parameter.numel(), parameter.device
         state: State = {"step": step}
-        for number in _NAMES:
+        for number, signed in _NAMES.items():
             if not _is_packed(parameter):
                 state[f"moment{number}"] = torch.empty(elements, dtype=torch.float32, device=device)
                 continue
             state[f"codes{number}"] = torch.empty(elements // 2, dtype=torch.uint8, device=device)
             state[f"scale{number}"] = torch.empty(elements // _BLOCK_ELEMENTS, dtype=torch.float32, device=device)
+            state[f"pairs{number}"], state[f"boundaries{number}"] = self._table(device, signed=signed)
         return state
 
     def _table(self, device: torch.device, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two values of each byte, and the boundaries between codes."""
+        """The two values of each byte, and the boundaries between codes; all parameters of a device share them."""
         if (device, signed) not in self._tables:
             values = _VALUES[signed]
             pairs = [(high, low) for high in values for low in values]
@@ -129,7 +107,6 @@ class FourBitAdamW(torch.optim.Optimizer):
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2})
-        self._format = FourBitFormat()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -147,11 +124,11 @@ class FourBitAdamW(torch.optim.Optimizer):
         first_left, second_left = (1 - beta ** state["step"] for beta in group["betas"])
         for part in _slices(parameter):
             gradients, weights = gradient[part].float(), numbers[part].float()
-            first, second = (self._format.read(state, number, part) for number in _NAMES)
+            first, second = (_read(state, number, part) for number in _NAMES)
             first.lerp_(gradients, 1 - group["betas"][0])
             second.lerp_(gradients.square(), 1 - group["betas"][1])
             for number, moment in zip(_NAMES, (first, second), strict=True):
-                self._format.write(state, number, part, moment)
+                _write(state, number, part, moment)
             divisor = second.sqrt_().div_(second_left**0.5).add_(group["eps"])
             weights.mul_(1 - group["lr"] * group["weight_decay"])
             weights.addcdiv_(first, divisor, value=-group["lr"] / first_left)
@@ -170,6 +147,30 @@ def _slices(parameter: torch.nn.Parameter) -> Iterator[slice]:
     elements = parameter.numel()
     for start in range(0, elements, _SLICE_ELEMENTS):
         yield slice(start, min(start + _SLICE_ELEMENTS, elements))
+
+
+def _read(state: State, number: str, part: slice) -> torch.Tensor:
+    """A slice of a moment in fp32, in memory of its own."""
+    if f"moment{number}" in state:
+        whole: torch.Tensor = state[f"moment{number}"]
+        return whole[part].clone()
+    codes, scales = _packed_parts(state, number, part)
+    values = embedding(codes.int(), state[f"pairs{number}"]).view(-1, _BLOCK_ELEMENTS)
+    return values.mul_(scales.unsqueeze(-1)).view(-1)
+
+
+def _write(state: State, number: str, part: slice, values: torch.Tensor) -> None:
+    """Keep a slice of a moment, which is left as it is."""
+    if f"moment{number}" in state:
+        state[f"moment{number}"][part] = values
+        return
+    codes, scales = _packed_parts(state, number, part)
+    blocks = values.view(-1, _BLOCK_ELEMENTS)
+    torch.linalg.vector_norm(blocks, float("inf"), dim=-1, out=scales)
+    scales.clamp_(min=_LEAST_SCALE)
+    boundaries = state[f"boundaries{number}"]
+    halves = torch.bucketize(blocks / scales.unsqueeze(-1), boundaries, right=True, out_int32=True).view(-1, 2)
+    codes.copy_(halves[:, 0].mul_(16).add_(halves[:, 1]))
 
 
 def _packed_parts(state: State, number: str, part: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from memlab.plan import OptimizerChoice
 from memlab.runtime.homes import stood_for
 from memlab.runtime.modules import repeated_blocks
 from memlab.techniques.base import Description
-from memlab.techniques.optimizer import four_bit, state_formats
+from memlab.techniques.optimizer import four_bit, low_rank, state_formats
 
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
@@ -217,5 +217,18 @@ REPLACEMENTS: dict[OptimizerChoice, Replacement] = {
             gives_nothing="the peak is mostly activations, or embeddings; refused without repeated blocks",
         ),
         settings=("lr", "weight_decay"), parameters=matrices_of_blocks,
+    ),
+    OptimizerChoice.APOLLO: Replacement(
+        low_rank.Apollo, low_rank.LowRankFormat, lambda optimizer: type(optimizer).__name__ in ("APOLLO", "APOLLOAdamW"),
+        ("APOLLO updates the matrices of blocks, with moments in a random subspace, and AdamW all else; the moments "
+         "of those matrices come back as they were until the first step, after that they start again from zero",),
+        Description(
+            flags="--optim apollo",
+            saves="moments of the matrices in blocks: 8 → 0.4 bytes per parameter at a width of 4096, 2 at 768",
+            costs="a product of each matrix with a narrow one an update",
+            exactness="another algorithm, with AdamW's size of a step; embeddings, heads, vectors and convolutions stay with AdamW",
+            gives_nothing="the peak is mostly activations, or embeddings; refused without repeated blocks",
+        ),
+        dtypes=_NUMBERS, parameters=matrices_of_blocks,
     ),
 }  # fmt: skip
