@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,30 +95,68 @@ def _as_called(workload: Workload, batch: Any) -> Any:
             raise WorkloadError("--loss-fn needs a loader that gives inputs and target, two of them")
         return tuple(batch)
     known = None if workload.batch is None else Batch.of(workload.batch)
-    if isinstance(batch, Mapping) and (known is None or (not known.args and known.kwargs.keys() & batch.keys())):
-        names = batch.keys() if known is None else known.kwargs.keys()
-        others = {} if known is None else {name: value for name, value in known.kwargs.items() if name not in batch}
-        return {**others, **{name: value for name, value in batch.items() if name in names}}
     if known is None:
         return batch
-    unused = tensors_in(batch)
-
-    def instead(tensor: Any) -> Any:
-        """Return the first tensor of the batch that is like one of the last cell's call."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        at = next(
-            (n for n, each in enumerate(unused) if (each.dtype, each.dim()) == (tensor.dtype, tensor.dim())), None
+    if isinstance(batch, Mapping) and not known.args and known.kwargs.keys() & batch.keys():
+        given = {name: value for name, value in batch.items() if name in known.kwargs}
+        replaced = [(known.kwargs[name], value) for name, value in given.items()]
+        own = _Own([pair for pair in replaced if all(isinstance(each, torch.Tensor) for each in pair)])
+        return {name: given[name] if name in given else tree_map(own, value) for name, value in known.kwargs.items()}
+    # the first tensor of the batch that is like one of the last cell's call takes its place
+    unused, replaced = tensors_in(batch), []
+    for tensor in known.tensors:
+        at = next((n for n, each in enumerate(unused) if _are_alike(each, tensor)), None)
+        if at is not None and not any(_is_same(old, tensor) for old, _ in replaced):
+            replaced.append((tensor, unused.pop(at)))
+    if not replaced:
+        kinds = ", ".join(
+            f"{each.dim()} dimensions of {str(each.dtype).removeprefix('torch.')}" for each in known.tensors[:1]
         )
-        if at is None:
-            kind = f"{tensor.dim()} dimensions of {str(tensor.dtype).removeprefix('torch.')}"
-            raise WorkloadError(
-                f"the loader's batch has no tensor like one that the last cell called {workload.name} with ({kind}); name a batch with --batch"
-            )
-        return unused.pop(at)
-
-    args, kwargs = tree_map(instead, (known.args, dict(known.kwargs)))
+        raise WorkloadError(
+            f"the loader's batch has no tensor like one that the last cell called {workload.name} with ({kinds}); name a batch with --batch"
+        )
+    args, kwargs = tree_map(_Own(replaced), (known.args, dict(known.kwargs)))
     return Batch(args, kwargs)
+
+
+class _Own:
+    """Gives what takes the place of an argument of the last cell's call, where the loader has none of that name.
+
+    A loop gives a tensor of the loader twice (``labels=ids``), or makes one of its own of like size: that is continued by its last
+    values, or cut, to the sizes of the loader's batch.
+
+    Args:
+        replaced: tensors of the call and those of the loader's batch in their places.
+    """
+
+    def __init__(self, replaced: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._replaced = replaced
+        self._sizes: dict[tuple[int | None, int], set[int]] = defaultdict(set)
+        for old, new in replaced:
+            for dim, (before, after) in enumerate(zip(old.shape, new.shape, strict=False)):
+                self._sizes[dim, before].add(after)
+                self._sizes[None, before].add(after)
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        for old, new in self._replaced:
+            if _is_same(old, value):
+                return new
+        for dim, size in enumerate(value.shape):
+            known = self._sizes.get((dim, size)) or self._sizes.get((None, size), {size})
+            if size and known != {size} and len(known) == 1:
+                places = torch.arange(next(iter(known)), device=value.device).clamp_(max=size - 1)
+                value = value.detach().index_select(dim, places)
+        return value
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.dim()) == (other.dtype, other.dim())
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (_are_alike(one, other) and one.device == other.device and torch.equal(one, other))
 
 
 def _verdict(fits: bool, plan: Plan) -> str:

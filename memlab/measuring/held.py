@@ -88,7 +88,7 @@ class Walk:
     def _count(self, tensor: torch.Tensor, way: tuple[str, ...], share: float) -> None:
         if tensor.device != self._device and tensor.device.type == self._device.type and is_accelerator(tensor.device):
             return
-        if tensor.device.type != self._device.type or (tensor.is_leaf and tensor.requires_grad):
+        if tensor.device.type != self._device.type:
             return
         try:
             storage = tensor.untyped_storage()
@@ -168,6 +168,8 @@ class Walk:
                 yield f"{place}.{name}", inner, 1
             elif name in MODULE_HOOKS and inner:
                 yield f"{place}.{name}", list(inner.values()), 1
+            elif name in ("_parameters", "_buffers"):
+                yield from ((f"{place}.{key}", tensor, 1) for key, tensor in list(inner.items()))
 
     def _within_function(self, value: Any, place: str) -> Iterator[tuple[str, Any, float]]:
         if type(value) is MethodType:

@@ -4,7 +4,7 @@ Rules:
 
 1. Variables are looked at after a few steps (`LOOKS`; twice where nothing grows), on the thread that trains: those of the
    functions that run and of the notebook, and what modules, hooks, closures and errors hold. Tensors on the model's device are
-   counted, parameters apart.
+   counted, those of modules among them.
 2. A place leaks where each look finds more than the one before, at a steady rate: tensors with a graph, a graph that reaches
    further back, or tensors of so many bytes that it matters beside the peak. What was found before is there still.
 3. What only results (``Out``) and the error of earlier cells hold is told as well.

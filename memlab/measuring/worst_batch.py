@@ -5,7 +5,8 @@ Rules:
 1. The size of a sample is the number of its elements: of tensors and arrays, numbers in lists, characters of texts.
 2. Where batches are shuffled, any samples may come together: the worst batch has the largest ones. Where the order is fixed, or
    a batch sampler of the user's own puts batches together, it is the largest of one epoch, by rows times its largest sample.
-3. Random numbers are put back: those of torch, NumPy and Python, and of the sampler's generator. Samplers are looked at in a copy.
+3. Who draws what comes (a sampler, samples that are cropped, a collator) draws twice, and what differs is said: no batch is the largest then.
+4. Random numbers are put back: those of torch, NumPy and Python, and of the sampler's generator. Samplers are looked at in a copy.
 
 Known limitations: samples are read as the loader would read them, so files are opened, and what a dataset counts it counts.
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -27,6 +29,7 @@ from memlab.runtime.rng import Randomness, is_generator
 
 # share of a usual batch that is padding from which on it is worth a word
 _NOTEWORTHY_PADDING = 0.2
+_READ_TWICE = 16  # samples, about
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class WorstBatch:
     sizes: tuple[int, ...]  # of all samples that the loader gives, in elements, from the smallest on
     is_fixed: bool  # whether the loader gives this very batch; else it may
     padding: float  # share of an epoch's batches that is padding, if samples are padded to the largest of their batch
+    drawn_by: str = ""  # who draws at random what else can come; empty where nobody does
 
     def __str__(self) -> str:
         median = statistics.median(self.sizes)
@@ -47,6 +51,8 @@ class WorstBatch:
         alike = self.sizes[0] == largest
         spread = f"all of {largest:,} elements" if alike else f"of {self.sizes[0]:,} to {largest:,} elements{times}"
         said = f"{len(self.sizes):,} samples {spread}; {given} has {len(self.samples)} rows"
+        if self.drawn_by:
+            said += f", of those looked at: {self.drawn_by} draws at random what comes, and a run can meet larger ones"
         if self.padding < _NOTEWORTHY_PADDING:
             return said
         return (
@@ -81,8 +87,8 @@ def worst_batch(loader: DataLoader[Any], *, progress: Callable[[str], None] = la
         )
     before = Randomness(filter(is_generator, _attributes_of(loader)))
     try:
-        is_fixed, batches = _batches_of(loader)
-        places = sorted({place for batch in batches for place in batch})
+        is_fixed, batches, possible, drawn_by = _given_by(loader)
+        places = sorted(possible)
         if not places:
             raise WorkloadError(
                 "the loader gives no batch: its dataset is empty, or smaller than a batch with drop_last=True"
@@ -96,18 +102,27 @@ def worst_batch(loader: DataLoader[Any], *, progress: Callable[[str], None] = la
             worst = sorted(places, key=lambda place: -sizes[place])[:rows]
         else:
             worst = max(batches, key=lambda batch: len(batch) * max(sizes[place] for place in batch))
-        collate: Any = loader.collate_fn
-        samples = [loader.dataset[place] for place in worst]
-        batch = (
-            collate(samples)
-            if loader.batch_size is not None or loader.batch_sampler is not None
-            else collate(samples[0])
-        )
+        batch, again = _collated(loader, worst), _collated(loader, worst)
+        step = max(1, len(places) // _READ_TWICE)
+        if not drawn_by and any(_elements(loader.dataset[place]) != sizes[place] for place in places[::step]):
+            drawn_by = "the dataset"
+        elif not drawn_by and _elements(again) != _elements(batch):
+            drawn_by = "the collator"
+        batch = max(batch, again, key=_elements)
     finally:
         before.restore()
     held = sum(len(batch) * max(sizes[place] for place in batch) for batch in batches)
     used = sum(sizes[place] for batch in batches for place in batch)
-    return WorstBatch(batch, tuple(worst), tuple(sorted(sizes.values())), is_fixed, 1 - used / held if held else 0.0)
+    return WorstBatch(
+        batch, tuple(worst), tuple(sorted(sizes.values())), is_fixed, 1 - used / held if held else 0.0, drawn_by
+    )
+
+
+def _collated(loader: DataLoader[Any], places: Sequence[Any]) -> Any:
+    collate: Any = loader.collate_fn
+    samples = [loader.dataset[place] for place in places]
+    is_batched = loader.batch_size is not None or loader.batch_sampler is not None
+    return collate(samples if is_batched else samples[0])
 
 
 def _attributes_of(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -115,8 +130,16 @@ def _attributes_of(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from getattr(each, "__dict__", {}).values()
 
 
-def _batches_of(loader: DataLoader[Any]) -> tuple[bool, list[list[Any]]]:
-    """Return whether a loader gives the same batches each time, and the places of the samples in those of an epoch."""
+class _Given(NamedTuple):
+    """What a loader gives."""
+
+    is_fixed: bool  # whether its batches are the same each time
+    batches: list[list[Any]]  # of an epoch, by the places of their samples
+    places: set[Any]  # that can come
+    drawn_by: str  # who draws others
+
+
+def _given_by(loader: DataLoader[Any]) -> _Given:
     batch_sampler = loader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", loader.sampler)  # the loader of a trainer has one of its own, unused
     try:
@@ -128,9 +151,20 @@ def _batches_of(loader: DataLoader[Any]) -> tuple[bool, list[list[Any]]]:
         raise WorkloadError(
             f"{named} cannot be copied ({error}), and is not looked at: name a batch with --batch"
         ) from None
-    batches = [[place] for place in copied] if batch_sampler is None else [list(batch) for batch in copied]
+    batches, others = (_of_an_epoch(copied, batch_sampler is not None) for _ in range(2))
     is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
-    return not is_plain or isinstance(sampler, SequentialSampler), batches
+    if not is_plain or isinstance(sampler, SequentialSampler):
+        is_drawn = {*map(tuple, batches)} != {*map(tuple, others)}
+        batches += others if is_drawn else []
+        return _Given(True, batches, {*chain.from_iterable(batches)}, "the batch sampler" if is_drawn else "")
+    # past a last batch that is dropped: another epoch has others there
+    places, again = ({*getattr(copied, "sampler", copied)} for _ in range(2))
+    possible = places.union(again, *batches) if batches else set[Any]()
+    return _Given(False, batches, possible, "the sampler" if places != again else "")
+
+
+def _of_an_epoch(sampler: Iterable[Any], gives_batches: bool) -> list[list[Any]]:
+    return [list(each) if gives_batches else [each] for each in sampler]
 
 
 def _elements(sample: Any) -> int:

@@ -323,7 +323,8 @@ def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, without values and memory."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    with torch.inference_mode(False):  # one that counts its versions, whatever the loop is in
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 

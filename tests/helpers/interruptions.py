@@ -60,6 +60,8 @@ PLANS = (
     "--optim adafactor",
     "--optim sgd",
     "--optim lion8bit",
+    "--optim adamw4bit",
+    "--optim apollo",
     "--bf16",
     "--fp16",
     "--precision pure-bf16",

@@ -591,3 +591,13 @@ class TestMemlabItselfFails:
 
 def _fail(*_args: Any, **_named: Any) -> Any:
     raise KeyError("unexpected")
+
+
+def test_a_loop_that_calls_a_teacher_in_inference_mode_is_measured_to_its_end(cell: Cell) -> None:
+    assert cell(f"{MAKE}teacher = torch.nn.Linear(16, 4)").error is None
+    loop = "for _ in range(4):\n    output = model(inputs)\n    with torch.inference_mode():\n        aim = teacher(inputs)\n"
+    step = "    torch.nn.functional.mse_loss(output, aim.clone()).backward()\n    optimizer.step()\n    optimizer.zero_grad()"
+    ran = cell(f"%%memfit\n{loop}{step}")
+    assert ran.error is None
+    assert "failed" not in ran.out
+    assert "4 steps" in ran.out

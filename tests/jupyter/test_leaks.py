@@ -106,8 +106,33 @@ LEAKS = {
         "everything = torch.empty(0, 256)\nfor i in range(30):\n    out = model(x)\n"
         "    everything = torch.cat([everything, out.detach().repeat(1, 16)])\n    step(out)",
     ),
+    "a buffer": (
+        "model.average",
+        "self.average = ",
+        "class Counts(Net):\n    def __init__(self):\n        super().__init__()\n        self.register_buffer('average', torch.zeros(16))\n"
+        "    def forward(self, x):\n        out = super().forward(x)\n        self.average = 0.9 * self.average + 0.1 * out.mean(0)\n"
+        "        return out\nmodel = Counts()\noptimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
+        "for i in range(30):\n    step(model(x))",
+    ),
+    "copies of the model": (
+        "best",
+        "KiB more after each step (line 6: best.append(copy.deepcopy(model)))",
+        "import copy\nbest = []\nfor i in range(30):\n    step(model(x)); model.seen.clear()\n    best.append(copy.deepcopy(model))",
+    ),
+    "inputs that want gradients": (
+        "attacked",
+        "8.0 KiB more after each step",
+        "attacked = []\nfor i in range(30):\n    attacked.append(x.clone().requires_grad_())\n    step(model(attacked[-1]))",
+    ),
 }  # fmt: skip
 CLEAN = {
+    "averages of weights in modules": (
+        "average, net = torch.optim.swa_utils.AveragedModel(model), None\nimport copy\nfor i in range(30):\n    step(model(x))\n"
+        "    average.update_parameters(model)\n    net = copy.deepcopy(model) if i % 3 == 0 else net"
+    ),
+    "lists of parameters": (
+        "groups = []\nfor i in range(30):\n    step(model(x))\n    groups.append([*model.parameters()])"
+    ),
     "numbers": "losses = []\nfor i in range(30):\n    losses.append(step(model(x)).item())",
     "detached losses": "losses = []\nfor i in range(30):\n    losses.append(step(model(x)).detach())",
     "a sum of numbers": "total = 0.0\nfor i in range(30):\n    total += step(model(x)).item()",

@@ -120,3 +120,29 @@ def test_of_several_loaders_one_is_named(with_loader: Cell) -> None:
         "%memfit worst needs a loader: no variable of this notebook is a torch DataLoader or a trainer; make it first"
     )
     assert said in str(with_loader("%memfit worst").error)
+
+
+_OWN = {
+    "a tensor of the loader twice": "model(input_ids=batch['input_ids'], labels=batch['input_ids'])",
+    "another name": "model(input_ids=batch['ids'], labels=batch['ids'])",
+    "by position": "model(batch['ids'], labels=batch['ids'])",
+    "a mask": "model(input_ids=batch['input_ids'], attention_mask=(batch['input_ids'] >= 0).long(), labels=batch['input_ids'])",
+    "positions": "model(input_ids=batch['input_ids'], position_ids=torch.arange(batch['input_ids'].shape[1])[None], labels=batch['input_ids'])",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _OWN)
+def test_what_the_loop_makes_of_a_batch_has_the_size_of_the_largest(cell: Cell, name: str) -> None:
+    call = _OWN[name]
+    key = "ids" if "['ids']" in call else "input_ids"
+    assert cell(MAKE).error is None
+    collate = f"lambda rows: {{'{key}': torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}}"
+    assert cell(f"loader = DataLoader(texts, batch_size=8, shuffle=True, collate_fn={collate})").error is None
+    step = f"    {call}.loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    assert cell(f"%%memfit\nfor _, batch in zip(range(2), loader):\n{step}").error is None
+    ran = cell("%memfit worst")
+    assert ran.error is None
+    measured, predicted = peak_of(ran.out, "as written")
+    assert measured == predicted
+    largest = cell(f"%%memfit\nfor batch in [loader.collate_fn(sorted(texts, key=len)[-8:])]:\n{step}")
+    assert peak_of(largest.out, "as written")[0] == measured

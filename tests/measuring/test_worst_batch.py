@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,59 @@ def test_no_batch_of_three_epochs_is_larger_and_all_come_as_they_would_have(name
     assert found.batch.numel() >= max(batch.numel() for batch in after)
     if found.is_fixed:
         assert found.batch.numel() == max(batch.numel() for batch in after)
+
+
+class Budget:
+    """A batch sampler that draws which samples come together."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(12).tolist()
+        return iter([order[:5], order[5:]])
+
+
+class Cropped(Augmented):
+    """Samples of which each reading gives another part."""
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return super().__getitem__(place)[: random.randint(1, 50)]
+
+
+def _cropped(rows: list[torch.Tensor]) -> torch.Tensor:
+    return padded(rows)[:, : random.randint(1, 50)]
+
+
+_LENGTHS = [60 + place for place in range(12)]
+_WEIGHTED = torch.utils.data.WeightedRandomSampler([1.0] * 12, 6)
+
+
+@pytest.mark.parametrize(
+    ("loader", "who"),
+    [
+        (lambda: DataLoader(Augmented(_LENGTHS), batch_sampler=Budget(), collate_fn=padded), "the batch sampler"),
+        (lambda: DataLoader(Augmented(_LENGTHS), batch_size=3, sampler=_WEIGHTED, collate_fn=padded), "the sampler"),
+        (lambda: DataLoader(Cropped(_LENGTHS), batch_size=3, shuffle=True, collate_fn=padded), "the dataset"),
+        (lambda: DataLoader(Augmented(_LENGTHS), batch_size=3, shuffle=True, collate_fn=_cropped), "the collator"),
+        (lambda: DataLoader(Augmented(_LENGTHS), batch_size=5, shuffle=True, collate_fn=padded, drop_last=True), ""),
+        (lambda: DataLoader(Augmented(_LENGTHS), batch_size=5, collate_fn=padded), ""),
+    ],
+)
+def test_who_draws_what_comes_is_said(loader: Callable[[], DataLoader[Any]], who: str) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    before = random.getstate(), torch.get_rng_state()
+    found = worst_batch(loader())
+    assert found.drawn_by == who
+    said = f", of those looked at: {who} draws at random what comes, and a run can meet larger ones"
+    assert (said in str(found)) == bool(who)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == (before[0], before[1].tolist())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sample_in_a_batch_that_this_epoch_drops_can_come_in_another(seed: int) -> None:
+    torch.manual_seed(seed)
+    data = Augmented([10, 10, 10, 90, 10])
+    found = worst_batch(DataLoader(data, batch_size=2, shuffle=True, collate_fn=padded, drop_last=True))
+    assert 3 in found.samples
 
 
 def test_what_is_said_of_samples() -> None:

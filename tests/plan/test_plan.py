@@ -155,7 +155,7 @@ def test_flags_are_listed() -> None:
         ("--accumulate", "--accumulate needs a value: --accumulate N"),
         ("--accumulate --fp16", "--accumulate needs a value: --accumulate N"),
         ("--precision", "--precision needs a value: --precision keep|fp32|tf32|fp16|bf16|pure-bf16"),
-        ("--optim", "--optim needs a value: --optim keep|adamw|adam8bit|paged-adam8bit|lion8bit|adafactor|sgd|muon"),
+        ("--optim", "--optim needs a value: --optim keep|adamw|adam8bit|paged-adam8bit|adamw4bit|lion8bit|adafactor|sgd|muon|apollo"),
         ("--offload", "--offload needs a value: --offload WHAT[:host|:disk][,WHAT…]"),
         ("--loss", "--loss needs a value: --loss keep|chunked"),
         ("--gradients", "--gradients needs a value: --gradients keep|release"),
@@ -220,7 +220,7 @@ def test_flags_are_listed() -> None:
         ),
         (
             "--optim lion",
-            "--optim lion: allowed are keep, adamw, adam8bit, paged-adam8bit, lion8bit, adafactor, sgd, muon; did you mean lion8bit?",
+            "--optim lion: allowed are keep, adamw, adam8bit, paged-adam8bit, adamw4bit, lion8bit, adafactor, sgd, muon, apollo; did you mean lion8bit?",
         ),
         (
             "--offload optimiser",

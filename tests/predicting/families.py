@@ -137,6 +137,8 @@ PLANS = (
     "--precision pure-bf16",
     "--adam8bit",
     "--optim adafactor",
+    "--optim adamw4bit",
+    "--optim apollo",
     "--offload optimizer",
     "--offload activations",
     "--chunk-loss",

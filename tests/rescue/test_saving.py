@@ -65,7 +65,7 @@ def _loaded(loop: _Loop) -> Any:
 
 _ACTIONS: dict[str, Callable[[_Loop], Any]] = {"torch.save": _saved, "of the model": _pickled, "resume": _loaded}
 _PLANS = (
-    "--adam8bit", "--offload optimizer", "--precision pure-bf16", "--optim adafactor", "--offload params,optimizer",
+    "--adam8bit", "--offload optimizer", "--precision pure-bf16", "--optim adafactor", "--optim adamw4bit", "--offload params,optimizer",
     "--precision pure-bf16 --adam8bit --offload optimizer",
 )  # fmt: skip
 _IN_FILES = ("--offload optimizer", "--offload params,optimizer")  # a load writes to files, and allocates nothing

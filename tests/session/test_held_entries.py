@@ -16,6 +16,7 @@ PLANS = (
     "--adam8bit",
     "--precision pure-bf16",
     "--optim adafactor",
+    "--optim adamw4bit",
     "--adam8bit --offload optimizer",
 )
 

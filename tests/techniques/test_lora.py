@@ -554,8 +554,14 @@ class TestTheLoop:
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             assert session.notes[1:] == (
+                "memlab.save_adapters(model, folder) saves adapters of Reads: its own state dict has peft's names while they are in it",
                 "2 of 4 tensors of adapters got no gradient in the first step: the model did not call their layers",
             )
+
+    def test_models_of_transformers_save_adapters_themselves_and_no_line_says_how(self) -> None:
+        model, _ = _made()
+        with fit(Workload(model, _adamw(model)), "--lora r=2") as session:
+            assert not any("save_adapters" in note for note in session.notes)
 
     def test_frozen_weights_are_not_copied_as_if_they_were_statistics(self) -> None:
         model, _ = _made()

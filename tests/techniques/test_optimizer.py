@@ -13,6 +13,7 @@ import bitsandbytes
 import pytest
 import torch
 import transformers
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map, tree_map_only_
 
 from memlab import Workload, extras, fit
@@ -22,6 +23,8 @@ from memlab.runtime.optimizer_step import run_step
 from memlab.runtime.state_entries import kept_of
 from memlab.session.rollback import Rollback
 from memlab.session.snapshot import Snapshot
+from memlab.techniques.optimizer.four_bit import FourBitAdamW, FourBitFormat
+from memlab.techniques.optimizer.low_rank import Apollo, LowRankFormat
 from memlab.techniques.optimizer.optimizer import OptimizerConversion
 from tests.driving import (
     applied,
@@ -41,6 +44,7 @@ from tests.helpers.snapshots import changed_between
 Make = Callable[[], torch.nn.Module]
 EIGHT_BIT = "--adam8bit"
 EIGHT_BIT_ON_DISK = "--adam8bit --offload optimizer"
+FOUR_BIT = "--optim adamw4bit"
 
 
 def adamw(model: torch.nn.Module, lr: float = 1e-3, **settings: Any) -> torch.optim.Optimizer:
@@ -101,7 +105,7 @@ def test_the_user_of_8_bit_adam_can_go_to_32_bits_and_back() -> None:
     assert deviation(runs[1], runs[0]) <= 2e-3
 
 
-@pytest.mark.parametrize("flags", [EIGHT_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd"])
+@pytest.mark.parametrize("flags", [EIGHT_BIT, FOUR_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd"])
 def test_a_fresh_optimizer_can_start_converted(flags: str) -> None:
     model = mlp()
     optimizer = adamw(model)
@@ -113,7 +117,7 @@ def test_a_fresh_optimizer_can_start_converted(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--optim lion8bit", "--optim adafactor", "--optim sgd", "--optim adafactor --offload optimizer"]
+    "flags", [FOUR_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd", "--optim adafactor --offload optimizer"]
 )
 def test_parked_moments_come_back_bit_by_bit_when_no_step_was_taken(flags: str) -> None:
     model = mlp()
@@ -121,7 +125,7 @@ def test_parked_moments_come_back_bit_by_bit_when_no_step_was_taken(flags: str) 
     train(model, optimizer, range(5))
     before = snapshot(model, optimizer)
     with applied(optimizer, flags) as techniques:
-        assert techniques[0].host_bytes >= 0.9 * 8 * sum(p.numel() for p in model.parameters())
+        assert techniques[0].host_bytes >= 0.8 * 8 * sum(p.numel() for p in model.parameters())
     assert same(snapshot(model, optimizer), before)
 
 
@@ -155,6 +159,7 @@ def test_stale_moments_are_not_given_back_even_before_the_step_has_ended() -> No
 def test_notes_say_what_is_not_exact() -> None:
     expected = {
         EIGHT_BIT: "moments are kept in 8 bits; turning them into fp32 again is close, not bit-exact",
+        FOUR_BIT: "moments are kept in 4 bits; turning them into fp32 again is close, not bit-exact",
         "--optim adafactor": "Adafactor keeps row and column means of the second moment and no first moment; both come "
         "back as they were until the first step, after that the first moment starts again from zero",
         "--optim sgd": "SGD keeps no moments and may need another learning rate; the moments come back as they were "
@@ -184,7 +189,7 @@ def test_bytes_per_parameter() -> None:
     assert state_bytes(optimizer) / count == pytest.approx(8.0, abs=0.01)
 
 
-@pytest.mark.parametrize("flags", [EIGHT_BIT_ON_DISK, "--optim lion8bit", "--optim adafactor", "--optim sgd"])
+@pytest.mark.parametrize("flags", [EIGHT_BIT_ON_DISK, FOUR_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd"])
 def test_nothing_of_the_model_stays_alive(flags: str) -> None:
     model = mlp()
     optimizer = adamw(model)
@@ -224,7 +229,7 @@ def test_settings_of_several_groups_are_followed() -> None:
         {"params": [p for other in others for p in other.parameters()], "lr": 1e-3, "weight_decay": 0.5},
     ]
     optimizer = torch.optim.AdamW(groups)
-    for flags in (EIGHT_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd"):
+    for flags in (EIGHT_BIT, FOUR_BIT, "--optim lion8bit", "--optim adafactor", "--optim sgd"):
         before = snapshot(model, optimizer)["parameters"]
         with applied(optimizer, flags):
             train(model, optimizer, range(1))
@@ -688,6 +693,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
         ("--optim adamw", torch.optim.Adam),
         ("--optim sgd", torch.optim.SGD),
         ("--optim adafactor", transformers.Adafactor),
+        ("--optim apollo", type("APOLLOAdamW", (torch.optim.AdamW,), {})),
         ("--optim muon", lambda parameters: torch.optim.Muon(each for each in parameters if each.dim() == 2)),
     ],
 )
@@ -699,6 +705,104 @@ def test_what_is_there_already_is_noted_and_left_alone(flags: str, make: Callabl
         technique.attach_optimizer(optimizer, undo)
     assert technique.notes == [f"already {type(optimizer).__name__}: --optim {technique.choice} changes nothing"]
     assert technique.stepper(optimizer) is None
+
+
+# --- 4 bits ---------------------------------------------------------------------------------------
+
+
+def _updated(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, steps: int) -> torch.optim.Optimizer:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        parameter.grad = torch.randn(parameter.shape) * torch.rand(parameter.shape) ** 4 * 1e-3
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+@pytest.mark.parametrize("shape", [(64, 64), (300, 4096), (40, 100), (3, 1025, 2)])
+def test_4_bit_moments_are_those_of_torchao_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], trained: int
+) -> None:
+    torchao = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    parameter, reference = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    settings = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.8, 0.99)}
+    optimizer, own = torch.optim.AdamW([parameter], **settings), torchao.AdamW4bit([reference], **settings)
+    _updated(optimizer, parameter, trained)
+    with torch.no_grad():
+        reference.copy_(parameter)
+    is_packed = parameter.numel() >= 4096 and parameter.numel() % 128 == 0
+    for name, value in optimizer.state[parameter].items():
+        own.state[reference][name] = value.clone()
+        if name != "step":
+            own.state[reference][name] = own._new_buffer(reference, name == "exp_avg").copy_(value)
+    with applied(optimizer, FOUR_BIT):
+        _updated(optimizer, parameter, 4)
+        _updated(own, reference, 4)
+        state, expected = kept_of(optimizer.state[parameter]), own.state[reference]
+    torch.testing.assert_close(parameter, reference)
+    for number, name in (("1", "exp_avg"), ("2", "exp_avg_sq")):
+        if is_packed:
+            assert torch.equal(state[f"codes{number}"], expected[name].codes)
+            assert torch.equal(state[f"scale{number}"], expected[name].scale)
+            assert torch.equal(optimizer.state[parameter][name], expected[name].dequantize())
+        else:
+            assert torch.equal(optimizer.state[parameter][name], expected[name])
+
+
+@pytest.mark.parametrize(("make", "lr"), [(mlp, 1e-3), (tiny_gpt2, 3e-4)])
+def test_there_and_back_in_4_bits_deviates_by_some_hundredths_at_most(make: Make, lr: float) -> None:
+    assert 1e-3 < deviation(switched_losses(make, lr, FOUR_BIT), reference_losses(make, lr)) <= 0.02
+
+
+def test_4_bit_moments_take_a_byte_and_a_sixteenth() -> None:
+    parameter = torch.nn.Parameter(torch.ones(256, 256))
+    optimizer = _updated(torch.optim.AdamW([parameter]), parameter, 1)
+    tables = 2 * 4 * (2 * 256 + 15)
+    with applied(optimizer, FOUR_BIT):
+        assert state_bytes(optimizer) == parameter.numel() * (1 + 2 * 4 / 128) + tables
+        _updated(optimizer, parameter, 1)
+        assert state_bytes(optimizer) == parameter.numel() * (1 + 2 * 4 / 128) + tables
+
+
+def test_a_4_bit_update_takes_no_more_memory_for_a_larger_parameter() -> None:
+    peaks = []
+    for rows in (1024, 4096):
+        parameter = torch.nn.Parameter(torch.ones(rows, 2048))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = FourBitAdamW([parameter])
+        optimizer.state[parameter] = FourBitFormat().fresh(parameter)
+        optimizer.step()  # makes the tables
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            optimizer.step()
+        peaks.append(_peak(profiler))
+    assert peaks[0] == peaks[1] <= 20 * 2**20
+
+
+def _peak(profiler: profile) -> int:
+    held = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_4_bit_updates_of_channels_last_parameters_are_those_of_contiguous_ones(dtype: torch.dtype) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(64, 32, 3, 3, dtype=dtype)) for _ in range(2)]
+    parameters[1].data = parameters[1].data.to(memory_format=torch.channels_last)
+    strides = parameters[1].stride()
+    for each in parameters:
+        optimizer = torch.optim.AdamW([each], lr=0.1)
+        torch.manual_seed(0)
+        with applied(optimizer, FOUR_BIT):
+            for _ in range(3):
+                each.grad = torch.randn(each.shape).to(dtype)
+                optimizer.step()
+    assert torch.equal(*parameters)
+    assert not torch.equal(parameters[0], torch.ones_like(parameters[0]))
+    assert parameters[1].stride() == strides
 
 
 _OF_A_MOMENT = ("state1", "absmax1")
@@ -877,3 +981,115 @@ def test_moments_of_a_weight_that_two_optimizers_hold_are_given_back_to_each() -
         for optimizer, own in zip(optimizers, before, strict=True):
             for number, state in optimizer.state_dict()["state"].items():
                 assert all(torch.equal(value, own["state"][number][name]) for name, value in state.items())
+
+
+# --- APOLLO ---------------------------------------------------------------------------------------
+
+APOLLO = "--optim apollo"
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (80, 80)])
+def test_apollo_updates_as_the_package_of_its_authors(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    package = pytest.importorskip("apollo_torch")
+    parameter, reference = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    optimizer = Apollo([parameter])
+    optimizer.param_groups[0].update(lr=1e-2, weight_decay=0.1)
+    state = optimizer.state[parameter] = LowRankFormat().fresh(parameter)
+    rank, width = state["projection"].shape
+    settings = {"rank": rank, "update_proj_gap": 200, "scale": width / rank, "scale_type": "channel", "proj": "random"}
+    group = {"params": [reference], "proj_type": "std", **settings}
+    own = package.APOLLOAdamW([group], lr=1e-2, weight_decay=0.1, eps=1e-8)
+
+    def same_projection(*_: Any, type: str, **__: Any) -> torch.Tensor:  # noqa: A002 - the package's name
+        projection: torch.Tensor = state["projection"]
+        return projection if type == "right" else projection.t()
+
+    projector = package.apollo.GradientProjector
+    monkeypatch.setattr(projector, "get_orthogonal_matrix", same_projection)
+    torch.manual_seed(0)
+    for step in range(6):
+        parameter.grad = torch.randn(shape) * 10 ** (step % 3)
+        reference.grad = parameter.grad.clone()
+        optimizer.step()
+        own.step()
+    assert (parameter - 1).abs().max() > 0.05
+    torch.testing.assert_close(parameter, reference)
+
+
+def test_apollo_goes_on_after_a_step_without_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = Apollo([parameter])
+    optimizer.state[parameter] = LowRankFormat().fresh(parameter)
+    moved = []
+    for scale in (1.0, 0.0, 1.0):
+        before = parameter.detach().clone()
+        torch.manual_seed(0)
+        parameter.grad = scale * torch.randn(64, 64)
+        optimizer.step()
+        moved.append(float((parameter.detach() - before).norm()))
+    assert moved[2] > 0.5 * moved[0]
+
+
+def test_a_projection_is_another_one_every_200_steps() -> None:
+    parameter = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = Apollo([parameter])
+    state = optimizer.state[parameter] = LowRankFormat().fresh(parameter)
+    parameter.grad = torch.ones(64, 64)
+    drawn = {}
+    for step in (0, 1, 199, 200, 201):
+        state["step"] = step
+        optimizer.step()
+        drawn[step] = state["projection"].clone()
+    assert torch.equal(drawn[0], drawn[199])
+    assert torch.equal(drawn[200], drawn[201])
+    assert not torch.equal(drawn[199], drawn[200])
+
+
+def test_apollo_keeps_moments_of_a_subspace_and_moves_weights_about_as_far_as_adamw_does() -> None:
+    moved, losses = [], []
+    for flags in ("", APOLLO):
+        model = tiny_gpt2()
+        optimizer = adamw(model)
+        train(model, optimizer, range(20))
+        before, random = snapshot(model, optimizer), torch.get_rng_state()
+        with fit(Workload(model, optimizer), flags) as session:
+            matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
+            if flags:
+                rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
+                # two moments, the projection and a norm
+                ours = sum(4 * (min(p.shape) // 4) * (2 * max(p.shape) + min(p.shape)) + 4 for p in matrices)
+                assert state_bytes(optimizer) == ours + sum(8 * p.numel() + 4 for p in rest)
+                assert session.host_bytes >= 8 * sum(p.numel() for p in matrices)
+        assert same(snapshot(model, optimizer), before)
+        assert torch.equal(torch.get_rng_state(), random)
+        start = [p.detach().clone() for p in matrices]
+        with fit(Workload(model, optimizer), flags):
+            losses.append(train(model, optimizer, range(20, 60))[-1])
+        moved.append(sum(float((p.detach() - b).square().sum()) for p, b in zip(matrices, start, strict=True)) ** 0.5)
+    assert 0.4 < moved[1] / moved[0] < 1.5
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.parametrize("beside", [" --offload optimizer", " --release-grads", " --offload params"])
+def test_apollo_beside_other_settings_trains_as_it_does_alone(beside: str) -> None:
+    runs = []
+    for flags in (APOLLO, APOLLO + beside):
+        model = tiny_gpt2()
+        optimizer = adamw(model)
+        train(model, optimizer, range(3))
+        with fit(Workload(model, optimizer), flags):
+            runs.append(train(model, optimizer, range(3, 8)))
+    assert runs[0] == runs[1]
+
+
+def test_after_a_step_apollo_gives_back_no_moments_of_its_matrices() -> None:
+    model = tiny_gpt2()
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    with fit(Workload(model, optimizer), APOLLO):
+        train(model, optimizer, range(2, 3))
+        assert len(optimizer.state_dict()["state"]) < len([*model.parameters()])
+    for name, parameter in model.named_parameters():
+        assert bool(optimizer.state.get(parameter)) == (not (".h." in name and parameter.dim() == 2)), name
+    train(model, optimizer, range(3, 6))
+    assert all(map(optimizer.state.get, model.parameters()))

@@ -98,7 +98,8 @@ def test_a_pass_under_a_plan_is_the_same_either_way(name: str, flags: str) -> No
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "flags", ["", "--adam8bit", "--optim adafactor", "--offload optimizer", "--precision pure-bf16"]
+    "flags",
+    ["", "--adam8bit", "--optim adafactor", "--optim adamw4bit", "--offload optimizer", "--precision pure-bf16"],
 )
 def test_an_update_is_the_same_either_way(flags: str) -> None:
     fast, official = tracers("gpt2")

@@ -330,6 +330,8 @@ def test_a_prediction_that_fails_changes_nothing(trained: Workload) -> None:
         "--adam8bit",
         "--optim adafactor",
         "--optim lion8bit",
+        "--optim adamw4bit",
+        "--optim apollo",
         "--offload optimizer",
         "--offload activations --bf16",
         "--precision pure-bf16 --adam8bit --offload optimizer,activations --accumulate 2",

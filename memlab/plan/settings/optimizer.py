@@ -20,10 +20,12 @@ class OptimizerChoice(StrEnum):
     ADAMW = "adamw"
     ADAM8BIT = "adam8bit"
     PAGED_ADAM8BIT = "paged-adam8bit"
+    ADAMW4BIT = "adamw4bit"
     LION8BIT = "lion8bit"
     ADAFACTOR = "adafactor"
     SGD = "sgd"
     MUON = "muon"
+    APOLLO = "apollo"
 
 
 EIGHT_BIT = (OptimizerChoice.ADAM8BIT, OptimizerChoice.PAGED_ADAM8BIT)
@@ -52,7 +54,7 @@ OPTIMIZER = PlanField(
     alike=EIGHT_BIT, searched=("keep", "adam8bit"), untrained="no optimizer runs",
     names={
         "adam8bit": "8-bit Adam", "paged-adam8bit": "paged 8-bit Adam", "adamw": "AdamW", "adafactor": "Adafactor",
-        "lion8bit": "8-bit Lion", "sgd": "SGD", "muon": "Muon",
+        "adamw4bit": "4-bit AdamW", "lion8bit": "8-bit Lion", "sgd": "SGD", "muon": "Muon", "apollo": "APOLLO",
     },
     conflicts=_conflicts,
 )  # fmt: skip

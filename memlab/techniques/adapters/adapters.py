@@ -157,6 +157,10 @@ class LowRankAdapters(Technique, Turns, ChangedParameters, OwnMemory):
         self.notes.append(
             f"{known.describe(model)}; --lora off keeps what they learn beside the model, off:merge adds it to the weights, off:drop drops it"
         )
+        if not hasattr(type(model), OF_TRANSFORMERS):
+            self.notes.append(
+                f"memlab.save_adapters(model, folder) saves adapters of {workload.name}: its own state dict has peft's names while they are in it"
+            )
 
     def _end(self, workload: Workload, adapters: InjectedAdapters) -> None:
         """Do once what is asked for with what was learnt."""
