@@ -26,7 +26,7 @@ def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str
         kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(scale.engine, "DEEPSPEED")
     else:
         kind = "DEEPSPEED" if offloads_model_states(plan) else repr("NO")
-    notes = _script_notes(plan, kind)
+    notes = _script_notes(plan)
     if notes:
         notes = ["# The rest of the plan belongs into the script:", *(f"# - {note}" for note in notes)]
     lines = [
@@ -65,7 +65,7 @@ def _fsdp_section(plan: Plan) -> list[str]:
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # the blocks a model of transformers names in _no_split_modules",
         "fsdp_reshard_after_forward: true",
         f"fsdp_offload_params: {str(offloads_model_states(plan)).lower()}",
-        f"fsdp_activation_checkpointing: {str(plan.checkpointing == 'full').lower()}",
+        "fsdp_activation_checkpointing: false  # accelerate's own draws other dropout masks when it recomputes",
         "fsdp_cpu_ram_efficient_loading: false",
         "fsdp_state_dict_type: SHARDED_STATE_DICT",
     ]
@@ -79,15 +79,14 @@ def _tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
     return [f"{name}_device: {'none' if tier is None else 'cpu'}"]
 
 
-def _script_notes(plan: Plan, kind: str) -> list[str]:
+def _script_notes(plan: Plan) -> list[str]:
     accumulate = plan.accumulation
     activations = plan.tier_of(Offloaded.ACTIVATIONS)
     return wanted((
         ((f"Accelerator(gradient_accumulation_steps={accumulate}), batches {accumulate} times smaller, and "
          "`with accelerator.accumulate(model):` around each; weight losses by target tokens"), accumulate > 1),
-        ("checkpointing: checkpoint_blocks(model) of memlab.export(plan, to='torch')",
-         plan.checkpointing != "off" and plan.checkpointing.budget_bytes is None
-         and not (kind == "FSDP" and plan.checkpointing == "full")),
+        ("checkpointing: checkpoint_blocks(model) of memlab.export(plan, to='torch') before prepare()",
+         plan.checkpointing != "off" and plan.checkpointing.budget_bytes is None),
         ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches",
          plan.checkpointing.budget_bytes is not None),
         ("model.float() before the optimizer is made", plan.precision is Precision.FP32),

@@ -76,8 +76,7 @@ def _arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
         arguments.append(f"per_device_train_batch_size=max(1, batch_size // {parts}),")
     if plan.accumulation > 1:
         arguments.append(f"gradient_accumulation_steps={plan.accumulation},")
-    is_sharded = scale is not None and scale.engine == "fsdp2"
-    if has_switch_for_checkpointing(plan) and not (is_sharded and plan.checkpointing == "full"):
+    if has_switch_for_checkpointing(plan):
         every = f', "every_n_layers": {plan.checkpointing.every}' if plan.checkpointing.every > 1 else ""
         before += _NAME_OF_CHECKPOINTING
         arguments.append(f'**{{checkpointing: True, f"{{checkpointing}}_kwargs": {{"use_reentrant": False{every}}}}},')
@@ -96,8 +95,6 @@ def _engine(plan: Plan, scale: Scale | None) -> list[str]:
     if scale.engine != "fsdp2":
         return [f'deepspeed="deepspeed.json",  # memlab.export("{scale}", to="deepspeed")']
     settings = ['"version": 2', '"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"']
-    if plan.checkpointing == "full":
-        settings.append('"activation_checkpointing": True')
     if offloads_model_states(plan):
         settings.append('"cpu_offload": True')
     return ["fsdp=True,", "fsdp_config={", *indent([f"{setting}," for setting in settings], 4), "},"]
