@@ -233,6 +233,29 @@ def test_torch_selective_checkpointing_keeps_the_products() -> None:
     assert counts["--checkpoint"] > counts[""]
 
 
+class LargestLogits(TorchDispatchMode):
+    """Keeps the most rows that a tensor as wide as the vocabulary has had."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() > 1 and result.shape[-1] == 64:
+            self.rows = max(self.rows, result.numel() // 64)
+        return result
+
+
+def test_torch_chunked_loss_never_has_all_logits() -> None:
+    rows = {}
+    for flags in ("", "--chunk-loss"):
+        run, model = namespace_of(export(flags, "torch"))["train"], tiny_gpt2()
+        (batch,) = ragged_batches(1)
+        with LargestLogits() as largest:
+            run(model, [{name: value.repeat(8, 1) for name, value in batch.items()}])
+        rows[flags] = largest.rows
+    assert rows == {"": 8 * 6 * 12, "--chunk-loss": 8 * 6 * 11 // 8}
+
+
 def stepped_adam() -> torch.optim.Optimizer:
     weight = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = torch.optim.AdamW([weight])
