@@ -80,7 +80,9 @@ def _arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
         every = f', "every_n_layers": {plan.checkpointing.every}' if plan.checkpointing.every > 1 else ""
         before += _NAME_OF_CHECKPOINTING
         if scale is not None and scale.engine == "fsdp2":
-            before.append("# not in fsdp_config, as transformers advises: that draws other dropout masks when it recomputes")
+            before.append(
+                "# not in fsdp_config, as transformers advises: that draws other dropout masks when it recomputes"
+            )
         arguments.append(f'**{{checkpointing: True, f"{{checkpointing}}_kwargs": {{"use_reentrant": False{every}}}}},')
     arguments += _PRECISION.get(plan.precision, [])
     if plan.optimizer is not OptimizerChoice.KEEP:
