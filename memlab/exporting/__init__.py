@@ -55,7 +55,8 @@ def export(plan: Plan | Scale | str, to: str, *, nproc: int = 2, models: Sequenc
         models: names of the models that train together under the plan, where there are several.
 
     Returns:
-        Text that runs, or loads, as it stands.
+        Text that runs, or loads, as it stands, with the versions that memlab allows; where a setting needs a newer library, the
+        first lines say so.
 
     Raises:
         PlanError: an unknown target, one that does not know the engine, or flags that are no plan.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from memlab.exporting.parts import (
     FROZEN_STAYS,
     by_code_of_torch,
-    has_switch_for_checkpointing,
     header,
     indent,
     loaded_base,
@@ -27,7 +26,7 @@ def to_accelerate(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str
         kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(scale.engine, "DEEPSPEED")
     else:
         kind = "DEEPSPEED" if offloads_model_states(plan) else repr("NO")
-    notes = _script_notes(plan, kind)
+    notes = _script_notes(plan)
     if notes:
         notes = ["# The rest of the plan belongs into the script:", *(f"# - {note}" for note in notes)]
     lines = [
@@ -66,7 +65,7 @@ def _fsdp_section(plan: Plan) -> list[str]:
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP  # the blocks a model of transformers names in _no_split_modules",
         "fsdp_reshard_after_forward: true",
         f"fsdp_offload_params: {str(offloads_model_states(plan)).lower()}",
-        f"fsdp_activation_checkpointing: {str(plan.checkpointing == 'full').lower()}",
+        "fsdp_activation_checkpointing: false  # accelerate's own draws other dropout masks when it recomputes",
         "fsdp_cpu_ram_efficient_loading: false",
         "fsdp_state_dict_type: SHARDED_STATE_DICT",
     ]
@@ -80,20 +79,16 @@ def _tier(plan: Plan, what: Offloaded, name: str) -> list[str]:
     return [f"{name}_device: {'none' if tier is None else 'cpu'}"]
 
 
-def _script_notes(plan: Plan, kind: str) -> list[str]:
-    accumulate, every = plan.accumulation, plan.checkpointing.every
-    kwargs = f", every_n_layers={every}" if every > 1 else ""
-    enable = f'model.activation_checkpointing_enable({{"use_reentrant": False}}{kwargs})'
-    context = "context_fn of create_selective_checkpoint_contexts, as in memlab.export(plan, to='torch')"
+def _script_notes(plan: Plan) -> list[str]:
+    accumulate = plan.accumulation
     activations = plan.tier_of(Offloaded.ACTIVATIONS)
     return wanted((
         ((f"Accelerator(gradient_accumulation_steps={accumulate}), batches {accumulate} times smaller, and "
          "`with accelerator.accumulate(model):` around each; weight losses by target tokens"), accumulate > 1),
-        (enable, has_switch_for_checkpointing(plan) and not (kind == "FSDP" and plan.checkpointing == "full")),
-        ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches; "
-         "every_n_layers takes blocks by number alone", plan.checkpointing.budget_bytes is not None),
-        (f"selective checkpointing: model.activation_checkpointing_enable with {context}",
-         plan.checkpointing == "selective"),
+        ("checkpointing: checkpoint_blocks(model) of memlab.export(plan, to='torch') before prepare()",
+         plan.checkpointing != "off" and plan.checkpointing.budget_bytes is None),
+        ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches",
+         plan.checkpointing.budget_bytes is not None),
         ("model.float() before the optimizer is made", plan.precision is Precision.FP32),
         ('torch.set_float32_matmul_precision("high")', plan.precision is Precision.TF32),
         ("model.to(torch.bfloat16) before the optimizer is made", plan.precision is Precision.PURE_BF16),

@@ -91,7 +91,7 @@ def _notes(plan: Plan) -> list[str]:
     return wanted((
         ("the Trainer takes the rest from memlab.export(plan, to='trainer'); both files agree", True),
         (("activation_checkpointing serves models that call deepspeed.checkpointing; models of transformers are "
-         "checkpointed by TrainingArguments(activation_checkpointing=True)"),
+         "checkpointed by TrainingArguments(activation_checkpointing=True), gradient_checkpointing before 5.23"),
          is_checkpointed and plan.checkpointing.budget_bytes is None),
         ("checkpointing by budget: checkpoint_blocks of memlab.export(plan, to='torch'), on one of your batches",
          plan.checkpointing.budget_bytes is not None),

@@ -145,6 +145,9 @@ def by_code_of_torch(plan: Plan) -> list[str]:
     ))  # fmt: skip
 
 
+ENABLE = """\
+    # the name since transformers 5.23, or the one before; other models have neither
+    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))"""
 _KEPT = "".join(f"        aten.{name}.default,\n" for name in SELECTIVE_KEEPS)
 SELECTIVE_CONTEXT = f"""
     aten = torch.ops.aten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memlab.exporting.parts import (
+    ENABLE,
     FROZEN_STAYS,
     SELECTIVE_CONTEXT,
     adapters_config,
@@ -26,11 +27,11 @@ def to_torch(plan: Plan) -> str:
 def _imports(plan: Plan) -> str:
     on_disk = Tier.DISK in (plan.tier_of(Offloaded.OPTIMIZER), plan.tier_of(Offloaded.ACTIVATIONS))
     needed = wanted((
-        ("import functools", _recomputes(plan)),
+        ("import functools", _wraps(plan)),
         ("import itertools", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import os", plan.tier_of(Offloaded.ACTIVATIONS) is Tier.DISK),
         ("import tempfile", on_disk),
-        ("", _recomputes(plan) or on_disk),
+        ("", _wraps(plan) or on_disk),
         ("import torch", True),
         ("from peft import LoraConfig, inject_adapter_in_model", plan.adapters.is_on),
     ))  # fmt: skip
@@ -47,9 +48,14 @@ def checkpoint_imports(plan: Plan) -> list[str]:
     ))  # fmt: skip
 
 
-def _recomputes(plan: Plan) -> bool:
-    """Return whether the code checkpoints blocks or tiles."""
+def _wraps(plan: Plan) -> bool:
+    """Return whether the code replaces forward passes of blocks or feed-forward parts."""
     return plan.checkpointing != "off" or plan.tiling > 1
+
+
+def _recomputes(plan: Plan) -> bool:
+    """Return whether the code checkpoints blocks, tiles or pieces of the loss."""
+    return _wraps(plan) or plan.loss is Loss.CHUNKED
 
 
 def _helpers(plan: Plan) -> list[str]:
@@ -93,7 +99,7 @@ def split(batch, parts):
 
 _LOSS_CHUNKED = '''
 def chunked_loss(model, batch):
-    """The loss of a causal language model without its full logits (torch 2.13 or newer).
+    """The loss of a causal language model in eight pieces, each computed again in the backward pass: no full logits.
 
     Serves models whose logits are the plain product with the output embeddings: no logit scaling
     or capping, no loss besides the cross-entropy.
@@ -102,14 +108,12 @@ def chunked_loss(model, batch):
     targets = batch.pop("labels")[..., 1:].flatten()
     head = model.get_output_embeddings()
     hidden = model.base_model(**batch).last_hidden_state[:, :-1].flatten(0, 1)
-    # in the number format of the weights: a half-precision head would lose the small gradients
-    return torch.nn.functional.linear_cross_entropy(
-        hidden.to(head.weight.dtype),
-        head.weight,
-        targets,
-        linear_bias=head.bias,
-        options=torch.nn.LinearCrossEntropyOptions(),
-    )
+
+    def summed(rows, targets):
+        return torch.nn.functional.cross_entropy(head(rows).float(), targets, reduction="sum")
+
+    pieces = zip(hidden.tensor_split(8), targets.tensor_split(8))
+    return sum(checkpoint(summed, *piece, use_reentrant=False) for piece in pieces) / targets.ne(-100).sum()
 '''
 
 _ADAPTERS = '''
@@ -144,11 +148,10 @@ def tile_feed_forwards(model, tiles):
 _CHECKPOINT = '''
 def checkpoint_blocks(model):
     """Recompute {what} in the backward pass instead of keeping them."""{context}
-    # transformers ≥ 5.23, else its older name, else a model that is not of transformers
-    enable = getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))
+{enable}
     if enable is not None:
-        enable({{{arguments}}}{every})
-        return
+        enable({{{arguments}}})
+{every}        return
     lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)) and len(m) > 1]
     if not lists:
         raise ValueError("no list of blocks in this model: name the modules to checkpoint here")
@@ -156,6 +159,14 @@ def checkpoint_blocks(model):
         block.forward = functools.partial(checkpoint, block.forward, {keywords})
 '''
 
+# as its every_n_layers, which it has since 5.16
+_EVERY = """\
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number % {every} == 0
+"""
 
 _CHECKPOINT_BUDGET = '''
 def checkpoint_blocks(model, budget_bytes, run):
@@ -215,7 +226,8 @@ def checkpoint_helper(plan: Plan) -> str:
         context=SELECTIVE_CONTEXT if is_selective else "",
         arguments='"use_reentrant": False' + (', "context_fn": contexts' if is_selective else ""),
         keywords="use_reentrant=False" + (", context_fn=contexts" if is_selective else ""),
-        every=f", every_n_layers={every}" if every > 1 else "",
+        enable=ENABLE,
+        every=_EVERY.format(every=every) if every > 1 else "",
         stride=f"[::{every}]" if every > 1 else "",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memlab.exporting.parts import (
+    ENABLE,
     FROZEN_STAYS,
     SELECTIVE_CONTEXT,
     adapters_config,
@@ -26,9 +27,15 @@ _PRECISION: dict[Precision, list[str]] = {
     Precision.BF16: ["bf16=True,"],
 }
 _ACCUMULATION_COMMENT = """
-# Some models take **kwargs and ignore num_items_in_batch (BertForSequenceClassification is one). Trainer 5.23 then
-# adds up the losses of the micro-batches instead of averaging them: gradients are {n} times too large. For them:
-# trainer.loss_is_scaled_for_ga = False"""
+# Some models take **kwargs and ignore num_items_in_batch (BertForSequenceClassification is one). Trainer then adds
+# up the losses of the micro-batches instead of averaging them: gradients are {n} times too large. For them:
+# trainer.model_accepts_loss_kwargs = False"""
+
+_NAME_OF_CHECKPOINTING = [
+    "# the name since transformers 5.23, or the one before",
+    'is_new = hasattr(TrainingArguments, "activation_checkpointing")',
+    'checkpointing = "activation_checkpointing" if is_new else "gradient_checkpointing"',
+]
 
 
 def to_trainer(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
@@ -36,8 +43,18 @@ def to_trainer(plan: Plan, scale: Scale | None = None, nproc: int = 1) -> str:
     names = "Trainer, TrainingArguments" if plan.tier_of(Offloaded.ACTIVATIONS) else "TrainingArguments"
     imports = [*_imports(plan), f"from transformers import {names}"]
     start = [] if scale is None else [f"# {torchrun(nproc)}"]
-    head = [header(plan if scale is None else scale), *start, *imports, "", *_arguments(plan, scale, nproc)]
+    head = [header(plan if scale is None else scale), *_needed(plan, scale), *start, *imports, ""]
+    head += _arguments(plan, scale, nproc)
     return "\n\n\n".join(["\n".join(head), *_notes(plan, scale)]) + "\n"
+
+
+def _needed(plan: Plan, scale: Scale | None) -> list[str]:
+    """Return which newer versions the arguments need, where older ones have nothing like them."""
+    return wanted((
+        ("# needs transformers 5.16 or newer: every_n_layers", plan.checkpointing.every > 1),
+        ("# needs transformers 5.10 or newer: older ones pass over auto_wrap_policy and cpu_offload in fsdp_config",
+         scale is not None and scale.engine == "fsdp2"),
+    ))  # fmt: skip
 
 
 def _imports(plan: Plan) -> list[str]:
@@ -53,24 +70,27 @@ def _imports(plan: Plan) -> list[str]:
 
 def _arguments(plan: Plan, scale: Scale | None, nproc: int) -> list[str]:
     parts = plan.accumulation * nproc
-    batch = ["batch_size = 8  # as you train today"] if parts > 1 else []
+    before = ["batch_size = 8  # as you train today"] if parts > 1 else []
     arguments = ['output_dir="out",']
     if parts > 1:
         arguments.append(f"per_device_train_batch_size=max(1, batch_size // {parts}),")
     if plan.accumulation > 1:
         arguments.append(f"gradient_accumulation_steps={plan.accumulation},")
-    is_sharded = scale is not None and scale.engine == "fsdp2"
-    if has_switch_for_checkpointing(plan) and not (is_sharded and plan.checkpointing == "full"):
+    if has_switch_for_checkpointing(plan):
         every = f', "every_n_layers": {plan.checkpointing.every}' if plan.checkpointing.every > 1 else ""
-        arguments.append("activation_checkpointing=True,  # gradient_checkpointing before transformers 5.23")
-        arguments.append(f'activation_checkpointing_kwargs={{"use_reentrant": False{every}}},')
+        before += _NAME_OF_CHECKPOINTING
+        if scale is not None and scale.engine == "fsdp2":
+            before.append(
+                "# not in fsdp_config, as transformers advises: that draws other dropout masks when it recomputes"
+            )
+        arguments.append(f'**{{checkpointing: True, f"{{checkpointing}}_kwargs": {{"use_reentrant": False{every}}}}},')
     arguments += _PRECISION.get(plan.precision, [])
     if plan.optimizer is not OptimizerChoice.KEEP:
         row = replacement_of(plan)
         rates = "" if row.rate == 1 else f"  # with {row.rate} × learning_rate and {1 / row.rate:g} × weight_decay"
         arguments.append(f'optim="{row.trainer}",{rates}')
     arguments += _engine(plan, scale)
-    return [*batch, "args = TrainingArguments(", *indent(arguments, 4), ")"]
+    return [*before, "args = TrainingArguments(", *indent(arguments, 4), ")"]
 
 
 def _engine(plan: Plan, scale: Scale | None) -> list[str]:
@@ -79,8 +99,6 @@ def _engine(plan: Plan, scale: Scale | None) -> list[str]:
     if scale.engine != "fsdp2":
         return [f'deepspeed="deepspeed.json",  # memlab.export("{scale}", to="deepspeed")']
     settings = ['"version": 2', '"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"']
-    if plan.checkpointing == "full":
-        settings.append('"activation_checkpointing": True')
     if offloads_model_states(plan):
         settings.append('"cpu_offload": True')
     return ["fsdp=True,", "fsdp_config={", *indent([f"{setting}," for setting in settings], 4), "},"]
@@ -112,7 +130,8 @@ _SELECTIVE = f'''
 
 def checkpoint_blocks(model):
     """TrainingArguments takes no functions: call this before Trainer(model=model, args=args)."""{SELECTIVE_CONTEXT}
-    model.activation_checkpointing_enable({{"use_reentrant": False, "context_fn": contexts}})
+{ENABLE}
+    enable({{"use_reentrant": False, "context_fn": contexts}})
 '''
 
 _BUDGET = """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Collection, Iterable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ def _pickled(what: Any, apart: Collection[int]) -> bytes:
                 return _placeholder, (value.shape, value.dtype, is_parameter, value.requires_grad)
             if isinstance(value, torch.Tensor) and value.is_cuda and type(value) is torch.Tensor:
                 return _on_own_device, (value.detach().cpu(), value.requires_grad)
+            if isinstance(value, CodeType):  # since 3.1.3 cloudpickle drops the file, which tracebacks show lines of
+                _, parts = self.dispatch_table[CodeType](value)
+                return _code, (parts, value.co_filename)
             return super().reducer_override(value)
 
     buffer = io.BytesIO()
@@ -53,6 +57,10 @@ def _pickled(what: Any, apart: Collection[int]) -> bytes:
 def _placeholder(shape: torch.Size, dtype: torch.dtype, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
     empty = torch.empty(shape, dtype=dtype, device="meta")
     return nn.Parameter(empty, requires_grad) if is_parameter else empty
+
+
+def _code(parts: tuple[Any, ...], filename: str) -> CodeType:
+    return CodeType(*parts).replace(co_filename=filename)
 
 
 def _on_own_device(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

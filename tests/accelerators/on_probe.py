@@ -18,6 +18,7 @@ from memlab.measuring.device import CountedDevice, Device, device_for
 from memlab.plan import Tier
 from memlab.rescue.rescuer import Rescuer
 from memlab.runtime import accelerator
+from memlab.techniques.adapters.base_bits import _Nf4
 from memlab.techniques.offload.spill import Spill
 from memlab.techniques.offload.transfers import SideStreams, copy_streams_of
 from memlab.units import MIB
@@ -190,6 +191,15 @@ def test_optimizer_state_leaves_it_and_is_updated_within_a_rounding() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_four_bits_are_packed_by_torchs_operators_where_bitsandbytes_has_no_kernels() -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64)
+    there, here = (_Nf4(weight.to(device), is_transposed=False) for device in (PROBE, torch.device("cpu")))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(there.tensors, here.tensors, strict=True))
+    torch.testing.assert_close(there.unpacked(torch.float32).cpu(), here.unpacked(torch.float32))
+
+
 @pytest.mark.parametrize("plan", ["--tile 2", "--chunk-loss"])
 def test_plans_of_language_models_give_the_same_loss(plan: str) -> None:
     losses = {}
@@ -229,13 +239,16 @@ def language_model() -> tuple[Any, dict[str, torch.Tensor]]:
             "--offload frozen",
             "frozen: torch lets no parameter on probe have its values elsewhere; use --offload optimizer,activations",
         ),
+        ("--lora --base nf4", "torch lets no parameter on probe have its values elsewhere; leave out --base"),
         ("--adam8bit", "bitsandbytes has no 8-bit kernels for probe; use --offload optimizer, or --optim adafactor"),
         ("--precision tf32", "tf32 needs a CUDA GPU of the Ampere generation or newer; use --bf16 here"),
     ],
 )
 def test_what_the_backend_lacks_is_refused_by_its_name(plan: str, said: str) -> None:
-    if "8bit" in plan:
+    if "8bit" in plan or "nf4" in plan:
         pytest.importorskip("bitsandbytes")
+    if "lora" in plan:
+        pytest.importorskip("peft")
     with pytest.raises(RefusalError) as caught:
         run(PROBE, plan)
     assert str(caught.value).partition(": ")[2] == said

@@ -233,6 +233,29 @@ def test_torch_selective_checkpointing_keeps_the_products() -> None:
     assert counts["--checkpoint"] > counts[""]
 
 
+class LargestLogits(TorchDispatchMode):
+    """Keeps the most rows that a tensor as wide as the vocabulary has had."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() > 1 and result.shape[-1] == 64:
+            self.rows = max(self.rows, result.numel() // 64)
+        return result
+
+
+def test_torch_chunked_loss_never_has_all_logits() -> None:
+    rows = {}
+    for flags in ("", "--chunk-loss"):
+        run, model = namespace_of(export(flags, "torch"))["train"], tiny_gpt2()
+        (batch,) = ragged_batches(1)
+        with LargestLogits() as largest:
+            run(model, [{name: value.repeat(8, 1) for name, value in batch.items()}])
+        rows[flags] = largest.rows
+    assert rows == {"": 8 * 6 * 12, "--chunk-loss": 8 * 6 * 11 // 8}
+
+
 def stepped_adam() -> torch.optim.Optimizer:
     weight = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = torch.optim.AdamW([weight])
@@ -323,24 +346,87 @@ def test_trainer_arguments_build(flags: str, tmp_path: Path, monkeypatch: pytest
     args = namespace_of(export(plan, "trainer"))["args"]
     assert args.gradient_accumulation_steps == plan.accumulation
     assert args.gradient_accumulation_steps * args.per_device_train_batch_size in (8, 6)
-    assert bool(args.activation_checkpointing) == (plan.checkpointing in ("full", "every:2"))
+    assert bool(checkpointing_of(args)) == (plan.checkpointing in ("full", "every:2"))
     assert (args.fp16, args.bf16) == (plan.precision == "fp16", plan.precision == "bf16")
     assert json.loads(args.to_json_string())["optim"] == {
         "adam8bit": "adamw_bnb_8bit", "paged-adam8bit": "paged_adamw_8bit", "adafactor": "adafactor", "sgd": "sgd",
     }.get(plan.optimizer, args.optim)  # fmt: skip
 
 
+def checkpointing_of(args: Any, suffix: str = "") -> Any:
+    """An argument by its name since Transformers 5.23, or by the one before."""
+    is_new = hasattr(args, "activation_checkpointing")
+    return getattr(args, f"{'activation' if is_new else 'gradient'}_checkpointing{suffix}")
+
+
 def test_trainer_every_n_reaches_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     args = namespace_of(export(Plan.parse("--checkpoint every:3"), "trainer"))["args"]
-    assert args.activation_checkpointing_kwargs == {"use_reentrant": False, "every_n_layers": 3}
+    assert checkpointing_of(args, "_kwargs") == {"use_reentrant": False, "every_n_layers": 3}
 
 
-def test_trainer_workaround_names_an_attribute_trainer_has() -> None:
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_trainer_has_checkpointing_by_either_name(name: str) -> None:
+    given: dict[str, Any] = {}
+    arguments = type("TrainingArguments", (), {name: None, "__init__": lambda _self, **values: given.update(values)})
+    code = export("--checkpoint", "trainer").replace("from transformers import TrainingArguments", "")
+    exec(code, {"TrainingArguments": arguments})
+    assert given == {"output_dir": "out", name: True, f"{name}_kwargs": {"use_reentrant": False}}
+
+
+@pytest.mark.parametrize("flags", ["--checkpoint", "--checkpoint every:2", "--checkpoint selective"])
+@pytest.mark.parametrize("name", ["activation_checkpointing_enable", "gradient_checkpointing_enable"])
+def test_models_have_checkpointing_by_either_name(flags: str, name: str) -> None:
+    model = tiny_gpt2()
+    given: list[Any] = []
+    # no more of it than Transformers 5.6 has
+    only = type("Model", (torch.nn.ModuleList,), {name: lambda _self, settings: given.append({*settings})})
+    namespace_of(export(flags, "torch"))["checkpoint_blocks"](only([model.transformer.h]))
+    assert given == [{"use_reentrant", "context_fn"} if "selective" in flags else {"use_reentrant"}]
+    if flags == "--checkpoint every:2":
+        assert [block.gradient_checkpointing for block in model.transformer.h] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("--checkpoint", []),
+        ("--checkpoint every:3", ["# needs transformers 5.16 or newer: every_n_layers"]),
+        ("--scale ddp --checkpoint every:2", ["# needs transformers 5.16 or newer: every_n_layers"]),
+        (
+            "--scale fsdp2",
+            [
+                "# needs transformers 5.10 or newer: older ones pass over auto_wrap_policy and cpu_offload in fsdp_config"
+            ],
+        ),
+    ],
+)
+def test_what_needs_a_newer_library_says_so_first(flags: str, needed: list[str]) -> None:
+    lines = export(flags, "trainer").splitlines()
+    assert [line for line in lines if "needs" in line] == lines[1 : 1 + len(needed)] == needed
+
+
+def test_trainer_workaround_names_an_attribute_trainer_goes_by(tmp_path: Path) -> None:
     text = export(Plan.parse("--accumulate 4"), "trainer")
-    assert "# trainer.loss_is_scaled_for_ga = False" in text
+    assert "# trainer.model_accepts_loss_kwargs = False" in text
     assert "4 times too large" in text
-    assert transformers.Trainer.loss_is_scaled_for_ga is None
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(**sizes, vocab_size=32, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    rows = [{"input_ids": torch.arange(8) + row, "labels": torch.tensor(row % 2)} for row in range(8)]
+    norms = []
+    for micro, is_mended in ((1, False), (4, False), (4, True)):
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"per_device_train_batch_size": 8 // micro, "gradient_accumulation_steps": micro}
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", **settings
+        )
+        trainer = transformers.Trainer(transformers.BertForSequenceClassification(config), args, train_dataset=rows)
+        if is_mended:
+            trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        norms.append(next(line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line))
+    assert norms[1] == pytest.approx(4 * norms[0], rel=1e-3)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-3)
 
 
 def test_trainer_says_what_it_has_no_argument_for() -> None:

@@ -134,8 +134,9 @@ def test_programs_weigh_rows_by_their_targets(tmp_path: Path, batches: list[dict
 # four rows for each rank: together, a batch
 PREPARED_LOOP = """
 accelerator = Accelerator()
-program = namespace_of(export("--scale ddp", "torch"))
+program = namespace_of(export("--scale ddp --checkpoint", "torch"))
 model = program["make_model"]().train()
+program["checkpoint_blocks"](model)
 rows = [{name: value[row] for name, value in batch.items()} for batch in program["make_batches"]() for row in range(8)]
 loader = torch.utils.data.DataLoader(rows, batch_size=4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -263,6 +264,16 @@ def test_every_engine_has_a_target_and_every_text_names_its_plan(engine: str) ->
     assert len(written) >= 3
     assert all(flags in text for text in written)
     assert all("4" in text for text in written)
+
+
+def test_checkpointing_of_blocks_in_shards_is_not_left_to_accelerate() -> None:
+    """Its wrapper (`preserve_rng_state=False`) recomputes with other dropout masks, and fills caches twice."""
+    text = export("--scale fsdp2 --checkpoint", "accelerate")
+    assert "fsdp_activation_checkpointing: false" in text
+    assert "checkpointing: checkpoint_blocks(model) of memlab.export(plan, to='torch') before prepare()" in text
+    text = export("--scale fsdp2 --checkpoint", "trainer")
+    assert '"activation_checkpointing": True' not in text
+    assert "**{checkpointing: True" in text
 
 
 def test_a_plan_without_an_engine_becomes_a_program_under_fsdp2() -> None:

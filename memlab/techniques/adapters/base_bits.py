@@ -40,7 +40,7 @@ from memlab.techniques.adapters.targets import linear_layers
 from memlab.techniques.base import Description, Reduces, Technique, Traits
 from memlab.techniques.offload.block_streaming import BlockStreaming, ParameterCopies, can_rest
 from memlab.techniques.offload.lending import Lending
-from memlab.techniques.offload.spill import Spill
+from memlab.techniques.offload.spill import Spill, check_parameters_move
 from memlab.units import format_bytes
 
 _BLOCK = 64  # weights of NF4 with one scale
@@ -89,6 +89,7 @@ class QuantisedBase(Technique, Turns, OwnMemory):
             require("bitsandbytes")
         if self.host.predecessor(self) is not None:
             return  # whose weights are off the device now
+        check_parameters_move(workload, self.field, "leave out --base")
         if not self._layers(workload):
             raise RefusalError(
                 self.field,

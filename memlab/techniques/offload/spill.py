@@ -72,6 +72,13 @@ def _word(device: torch.device) -> str:
     return "the CPU" if device.type == "cpu" else name_of(device)
 
 
+def check_parameters_move(workload: Workload, field: str, nearest: str, what: str = "") -> None:
+    """Raise `RefusalError` where torch leaves parameters where they are."""
+    if workload.has_values and not takes_other_data(workload.device):
+        reason = f"{what}torch lets no parameter on {name_of(workload.device)} have its values elsewhere"
+        raise RefusalError(field, reason, nearest)
+
+
 class Offload(Technique):
     """Base of the techniques that keep something off the device: the setting says where it goes."""
 
@@ -91,10 +98,7 @@ class Offload(Technique):
         return resolve_tier(self.plan.tier_of(self.what) or Tier.AUTO, device, self.what)
 
     def _check_parameters_move(self, workload: Workload) -> None:
-        """Raise `RefusalError` where torch leaves parameters where they are."""
-        if workload.has_values and not takes_other_data(workload.device):
-            reason = f"{self.what}: torch lets no parameter on {name_of(workload.device)} have its values elsewhere"
-            raise RefusalError(self.field, reason, "use --offload optimizer,activations")
+        check_parameters_move(workload, self.field, "use --offload optimizer,activations", f"{self.what}: ")
 
 
 class Spill:
