@@ -10,7 +10,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from memlab.hardware.roofline import Bill, Rates
@@ -300,6 +300,13 @@ def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled:
 def segment_of(trace: Trace, rates: Rates) -> Segment:
     """A trace as a single stretch, as it is."""
     return TracedPass(rates, trace, trace.samples).segment(trace.samples)
+
+
+def holding(size_bytes: int, segment: Segment, until: int | None = None) -> Segment:
+    """A stretch during which so many bytes more live, to its end or until an event by number."""
+    events, number = [*segment.events], 0  # no storage of a trace has this number
+    events.insert(len(events) if until is None else until, (-size_bytes, number, _TEMPORARIES, OUTSIDE))
+    return replace(segment, events=[(size_bytes, number, _TEMPORARIES, OUTSIDE), *events])
 
 
 def begun_without_state(first: Segment, later: Trace, like: Segment) -> Segment:

@@ -32,6 +32,7 @@ from memlab.runtime.mechanisms import SeenInCalls, brought
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import CacheOff, accepts_use_cache, without_global_hooks
 from memlab.runtime.own_steps import own_steps
+from memlab.runtime.reach import passing_by
 from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.rounds import rounds_told_to
 from memlab.runtime.stand_ins import stand_in
@@ -514,7 +515,8 @@ class Tracer:
             known = own_steps() if is_known else nullcontext()
             reruns = reruns_told_to(recorder.price_rerun)
             told = rounds_told_to(recorder.rounds)
-            with _undisturbed(), self._choices.entered(), known, reruns, told, ExitStack() as stack:
+            beside = passing_by(each.model for each in self._live)
+            with _undisturbed(), self._choices.entered(), known, reruns, told, beside, ExitStack() as stack:
                 for model in models:
                     _watch(model, recorder, stack)
                 way_back: list[torch.Tensor] = []  # what a change of a live plan keeps until it has succeeded
