@@ -36,7 +36,7 @@ from memlab.runtime.reach import passing_by
 from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.rounds import rounds_told_to
 from memlab.runtime.stand_ins import stand_in
-from memlab.runtime.tree import tensors_in
+from memlab.runtime.tree import flatten, tensors_in
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit
 from memlab.session.replay import Replay
@@ -666,8 +666,8 @@ def _arguments_of(workload: Workload) -> Call:
 
 
 def _large(output: Any) -> list[torch.Tensor]:
-    """Tensors in an output that are computed, and not scalars."""
-    tensors = tensors_in(output)
+    """Tensors in an output, of a cache among them, that are computed, and not scalars."""
+    tensors = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
     return [t for t in tensors if not isinstance(t, LazyTensor) and not (t.numel() == 1 and t.dim() <= 1)]
 
 
