@@ -235,15 +235,15 @@ class Surroundings(Walk):
 
 
 class Copies(Surroundings):
-    """Sizes of the copies that are kept of a model's tensors, of fakes among them, in bytes; none is made."""
+    """Sizes of the copies that are kept of a model's tensors, by whether these are fakes; no copy is made."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.sizes: list[int] = []
+        self.sizes: list[tuple[bool, int]] = []
         super().__init__(model, **options)
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
         if self._is_new(tensor) and _is_plain(tensor) and (self._complete or _is_copied(tensor)):
-            self.sizes.append(_bytes_of(tensor))
+            self.sizes.append((isinstance(tensor, FakeTensor), _bytes_of(tensor)))
 
 
 def _is_copied(tensor: torch.Tensor) -> bool:
