@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -220,7 +220,7 @@ class TracedPass:
         share, events, hidden = self.share(rows), self.events(rows), self.hidden(rows)
         if hidden or accumulating:
             settled = self.trace.settled if accumulating else {}
-            events = list(_with_insertions(events, hidden, settled))
+            events = list(_with_insertions(events, hidden, settled, self.trace.copied if accumulating else frozenset()))
         if kept is not None:
             events = [event for event in events if event[0] > 0 or event[1] not in kept]
             events += _gone_with_the_graph(events)
@@ -255,10 +255,13 @@ def _gone_with_the_graph(events: Iterable[Event]) -> list[Event]:
     return list(left.values())
 
 
-def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled: Mapping[int, int]) -> Iterator[Event]:
+def _with_insertions(
+    events: Sequence[Event], hidden: Iterable[Hidden], settled: Mapping[int, int], copied: Collection[int]
+) -> Iterator[Event]:
     """A pass with what lives inside operators, and with gradients that are there already.
 
-    Gradients that are `settled` are added to those there and then freed, before the event that is named.
+    Gradients that are `settled` are added to those there and then freed, before the event that is named. Of those that were
+    `copied` there is no copy then.
     """
     # by event, in order: of operators that end there, gradients that are complete, of operators that begin there
     inserted: dict[int, tuple[list[Event], list[Event], list[Event]]] = defaultdict(lambda: ([], [], []))
@@ -287,6 +290,8 @@ def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled:
         if event is None:
             return
         size_bytes, own, place, moment = event
+        if own in copied:
+            continue
         if own not in settled:
             yield event
         elif size_bytes > 0:

@@ -95,6 +95,11 @@ class Trace:
         return {mark.storage: mark.event for mark in self.marks if mark.moment is MarkedEvents.SETTLED}
 
     @functools.cached_property
+    def copied(self) -> frozenset[int]:
+        """Return numbers of storages to which gradients were copied; where there are some already, they are added to those."""
+        return frozenset(mark.storage for mark in self.marks if mark.is_copy)
+
+    @functools.cached_property
     def before(self) -> dict[Category | None, dict[int, int]]:
         """Return bytes of what lived before, by category and number."""
         found: dict[Category | None, dict[int, int]] = {}

@@ -126,7 +126,7 @@ class Accumulation(Technique, LoopChecks, SeenInCalls):
 
     def copied_bytes(self, model: nn.Module) -> int:
         """Return bytes of copies of buffers and the like that a split call of a model keeps until its backward pass is over."""
-        return sum(size_bytes for _, size_bytes in Copies(model, without_buffers_of=self._per_part).sizes)
+        return sum(Copies(model, without_buffers_of=self._per_part).sizes)
 
     def check_modes(self, workload: Workload) -> None:
         self._refuse_batch_norm(self._batch_norms_of(workload.model), workload.name)

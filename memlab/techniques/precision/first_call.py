@@ -253,9 +253,8 @@ def _left_by(model: nn.Module) -> tuple[Surroundings, Randomness]:
 
 
 def copied(model: nn.Module) -> list[int]:
-    """Return sizes of the copies that the first call of a model keeps of fakes until it is known to run; others it makes on a twin."""
-    found = Copies(model, complete=True, frozen=_copies_frozen(model))
-    return [size_bytes for is_fake, size_bytes in found.sizes if is_fake]
+    """Return sizes of the copies that the first call of a model keeps until it is known to run, in bytes."""
+    return Copies(model, complete=True, frozen=_copies_frozen(model)).sizes
 
 
 def _copies_frozen(model: nn.Module) -> bool:
