@@ -31,13 +31,12 @@ from memlab.plan import BatchNorm, Gradients, Offloaded, OptimizerChoice, Plan, 
 from memlab.predicting.passes import Passes, without_budget
 from memlab.predicting.segments import (
     NOTHING,
-    OUTSIDE,
-    PLACE,
     Event,
     Levels,
     Segment,
     added,
     begun_without_state,
+    holding,
     levels,
     segment_of,
     without_state,
@@ -53,15 +52,17 @@ from memlab.runtime.workload import Workload
 from memlab.session import require_compatible, session_of
 from memlab.session.tape import tape_of
 from memlab.techniques import TECHNIQUES, is_wanted
+from memlab.techniques.accumulation.accumulation import Accumulation
 from memlab.techniques.accumulation.split import row_ranges
 from memlab.techniques.offload.frozen import frozen_beside
+from memlab.techniques.precision.first_call import copied
 from memlab.trace.tracer import Trace, Tracer
 from memlab.units import MIB, format_bytes
 
 # outputs larger than this, and than this share of the peak, are worth a word
 _NOTEWORTHY_BYTES = 1 * MIB
 _NOTEWORTHY_SHARE = 0.05
-# formats whose first call keeps copies of the buffers until it is known to run (`techniques.precision.first_call`), and from
+# formats whose first call keeps copies of buffers and the like until it is known to run (`techniques.precision.first_call`), and from
 # which share of a pass on these count
 _IN_16_BITS = (Precision.BF16, Precision.FP16, Precision.PURE_BF16)
 _NOTEWORTHY_SHARE_OF_COPIES = 0.001
@@ -166,6 +167,7 @@ class PlanPredictor:
         self._frozen_beside = frozen_beside(workload) if self._elsewhere_bytes else None
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
+        self._held: dict[tuple[int, Segment], Segment] = {}
         self._applied: Applied | None = None
         self._replayed: dict[Plan, tuple[Trace, Parts]] = {}
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
@@ -290,6 +292,9 @@ class PlanPredictor:
         is_split = plan.accumulation > 1
         is_in_parts = self._tape is not None or (is_split and self._is_replayed)
         whole, passed = self._in_parts(plan) if is_in_parts else self._repeated(plan)
+        if is_split:
+            copies = Accumulation(plan).copied_bytes(self._tracer.twin.workload.model)
+            passed = replace(passed, segments=tuple(self._holding(copies, each) for each in passed.segments))
         update, updating, first = self._update(_of_optimizers(plan), whole)
         before = update.observation.baseline_bytes
         state = levels({Category.OPTIMIZER_STATE: before.get(Category.OPTIMIZER_STATE, 0)})
@@ -387,18 +392,21 @@ class PlanPredictor:
         return max((look for look in looks if look is not None), key=lambda look: sum(look.shape.peak), default=None)
 
     def _first_in_16_bits(self, settings: Plan, sizes: Sequence[int]) -> Segment | None:
-        """Return the first pass of all, in which the buffers are held twice; None where they are too small to matter."""
-        sizes_bytes = [b.numel() * b.element_size() for b in self._tracer.twin.workload.model.buffers()]
+        """Return the first pass of all, in which buffers and the like are held twice; None where they are too small to matter."""
+        sizes_bytes = copied(self._tracer.twin.workload.model)
         # those of a GPU's are kept on the host, but for small ones
         copies = sum(each for each in sizes_bytes if self.target.settings is None or each <= SMALL_BYTES)
         passed = self._passes.segments(settings, sizes)[0]
         if copies < _NOTEWORTHY_SHARE_OF_COPIES * passed.shape.peak_bytes:
             return None
-        events = list(passed.events)
-        forward = next((at for at, event in enumerate(events) if event[3] == BACKWARD), len(events))
-        place, number = PLACE[Category.TEMPORARIES], 0  # no storage of a trace has this number
-        events.insert(forward, (-copies, number, place, OUTSIDE))
-        return Segment([(copies, number, place, OUTSIDE), *events], passed.bill, passed.rates, passed.products)
+        forward = next((at for at, event in enumerate(passed.events) if event[3] == BACKWARD), len(passed.events))
+        return holding(copies, passed, until=forward)
+
+    def _holding(self, copies: int, segment: Segment) -> Segment:
+        """Return a stretch during which so many bytes of copies are held; the same one every time."""
+        if (copies, segment) not in self._held:
+            self._held[copies, segment] = holding(copies, segment)
+        return self._held[copies, segment]
 
     def _look_at_rows(self, plan: Plan) -> Segment:
         """Return what accumulation does before it first splits a batch; nearly the same for every plan."""

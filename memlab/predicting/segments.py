@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from memlab.hardware.roofline import Bill, Rates
@@ -220,7 +220,7 @@ class TracedPass:
         share, events, hidden = self.share(rows), self.events(rows), self.hidden(rows)
         if hidden or accumulating:
             settled = self.trace.settled if accumulating else {}
-            events = list(_with_insertions(events, hidden, settled))
+            events = list(_with_insertions(events, hidden, settled, self.trace.copied if accumulating else frozenset()))
         if kept is not None:
             events = [event for event in events if event[0] > 0 or event[1] not in kept]
             events += _gone_with_the_graph(events)
@@ -255,10 +255,13 @@ def _gone_with_the_graph(events: Iterable[Event]) -> list[Event]:
     return list(left.values())
 
 
-def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled: Mapping[int, int]) -> Iterator[Event]:
+def _with_insertions(
+    events: Sequence[Event], hidden: Iterable[Hidden], settled: Mapping[int, int], copied: Collection[int]
+) -> Iterator[Event]:
     """A pass with what lives inside operators, and with gradients that are there already.
 
-    Gradients that are `settled` are added to those there and then freed, before the event that is named.
+    Gradients that are `settled` are added to those there and then freed, before the event that is named. Of those that were
+    `copied` there is no copy then.
     """
     # by event, in order: of operators that end there, gradients that are complete, of operators that begin there
     inserted: dict[int, tuple[list[Event], list[Event], list[Event]]] = defaultdict(lambda: ([], [], []))
@@ -287,6 +290,8 @@ def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled:
         if event is None:
             return
         size_bytes, own, place, moment = event
+        if own in copied:
+            continue
         if own not in settled:
             yield event
         elif size_bytes > 0:
@@ -300,6 +305,13 @@ def _with_insertions(events: Sequence[Event], hidden: Iterable[Hidden], settled:
 def segment_of(trace: Trace, rates: Rates) -> Segment:
     """A trace as a single stretch, as it is."""
     return TracedPass(rates, trace, trace.samples).segment(trace.samples)
+
+
+def holding(size_bytes: int, segment: Segment, until: int | None = None) -> Segment:
+    """A stretch during which so many bytes more live, to its end or until an event by number."""
+    events, number = [*segment.events], 0  # no storage of a trace has this number
+    events.insert(len(events) if until is None else until, (-size_bytes, number, _TEMPORARIES, OUTSIDE))
+    return replace(segment, events=[(size_bytes, number, _TEMPORARIES, OUTSIDE), *events])
 
 
 def begun_without_state(first: Segment, later: Trace, like: Segment) -> Segment:

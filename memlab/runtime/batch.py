@@ -36,7 +36,7 @@ class Batch:
         """
         with torch._C.DisableTorchFunctionSubclass():  # a class of the user's need not know of such questions
             for value in (*self.args, *self.kwargs.values()):
-                if type(value) is list and _is_list_of_rows(value):
+                if type(value) is list and _is_list_of_rows(value, self):
                     return len(value)
             for tensor in self.tensors:  # this and `tokens` without generators: they are asked in every step
                 if tensor.dim():
@@ -99,13 +99,19 @@ class Batch:
         return cls((batch,), {})
 
 
-def _is_list_of_rows(items: list[Any]) -> bool:
-    """Return whether each item is a row of the batch: a dict of its own, or a tensor whose first dimension is its own."""
+def _is_list_of_rows(items: list[Any], batch: Batch) -> bool:
+    """Return whether each item is a row of the batch: a dict of its own, or a tensor whose first dimension is its own.
+
+    Where items are alike, other arguments tell.
+    """
     if all(isinstance(item, Mapping) for item in items):
         return len(items) > 0
     if not all(isinstance(item, torch.Tensor) and item.dim() for item in items):
         return False
-    return len({item.size(0) for item in items}) > 1
+    sizes = {item.size(0) for item in items}
+    others = (each for each in (*batch.args, *batch.kwargs.values()) if isinstance(each, torch.Tensor) and each.dim())
+    beside = {each.size(0) for each in others}
+    return len(sizes) > 1 or (len(items) in beside and sizes.isdisjoint(beside))
 
 
 def _is_token_matrix(value: Any) -> bool:

@@ -14,7 +14,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextvars
 import dis
 import functools
 import operator
@@ -22,7 +21,9 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -114,6 +115,20 @@ def _numbers(tables: dict[str, dict[int, Any]]) -> dict[str, Collection[int]]:
     return {key: table.keys() for key, table in tables.items() if key in MODULE_HOOKS}
 
 
+_passed_by: ContextVar[frozenset[int]] = ContextVar("_passed_by", default=frozenset())
+
+
+@contextmanager
+def passing_by(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Context within which walks do not look into some models, though code names them: those that a twin was made from."""
+    found = [each for model in models for each in (*model.modules(), *model.parameters(), *model.buffers())]
+    before = _passed_by.set(frozenset(map(id, found)))
+    try:
+        yield
+    finally:
+        _passed_by.reset(before)
+
+
 class Walk(ABC):
     """A walk that keeps what it meets."""
 
@@ -124,6 +139,7 @@ class Walk(ABC):
     def __init__(self, own: Collection[nn.Module]) -> None:
         self._own = own  # modules that it begins with
         self._seen = {id(module) for module in own}
+        self._passed_by = _passed_by.get()
         self._containers = 0
         # in the order in which they were met
         self._contents: list[tuple[containers.Container, containers.Items]] = []
@@ -223,7 +239,7 @@ class Walk(ABC):
         # what was met is asked first: some libraries make it slow to ask for the class of an object
         if depth > _DEPTH or type(value) in _PLAIN_TYPES or id(value) in self._seen:
             return
-        if isinstance(value, containers.PLAIN) or self.is_full:
+        if isinstance(value, containers.PLAIN) or self.is_full or id(value) in self._passed_by:
             return
         if isinstance(value, torch.Tensor):
             self.met_tensor(value, name)
@@ -256,7 +272,7 @@ class Walk(ABC):
         elif containers.is_unreadable(value):
             if self._is_new(value):
                 self.unreadable.append(f"{name} ({type(value).__name__})")
-        elif isinstance(value, contextvars.ContextVar):
+        elif isinstance(value, ContextVar):
             if self._is_new(value):
                 self._items(self.met(containers.Variable(value, _always(name))).items(), _always(name), depth)
         elif isinstance(value, type):

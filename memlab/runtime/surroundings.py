@@ -226,18 +226,35 @@ class Surroundings(Walk):
                 yield container, before
 
     def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        if self._is_new(tensor) and _is_plain(tensor):
-            compares = self._complete or name in self._changing
-            # frozen parameters are many, and seldom written to: of those a copy is kept that have been
-            is_small = _bytes_of(tensor) <= SMALL_BYTES
-            keep = compares or (is_small and not isinstance(tensor, nn.Parameter))
+        if self._is_new(tensor) and _is_plain(tensor) and not isinstance(tensor, FakeTensor):
+            # on a twin nothing is lost, and copies would be in every pass that is traced
+            is_complete = self._complete and not self._passed_by
+            compares = is_complete or name in self._changing
             # those that are known to change are compared in every call
-            on_host = not is_small and name not in self._changing
+            on_host = _bytes_of(tensor) > SMALL_BYTES and name not in self._changing
+            keep = compares or (_is_copied(tensor) and is_complete is self._complete)
             self._tensors.append(_Tensor(name, tensor, keep=keep, compares=compares, on_host=on_host))
 
 
+class Copies(Surroundings):
+    """Sizes of the copies that are kept of a model's tensors, of fakes among them, in bytes; none is made."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.sizes: list[int] = []
+        super().__init__(model, **options)
+
+    def met_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        if self._is_new(tensor) and _is_plain(tensor) and (self._complete or _is_copied(tensor)):
+            self.sizes.append(_bytes_of(tensor))
+
+
+def _is_copied(tensor: torch.Tensor) -> bool:
+    # frozen parameters are many, and seldom written to: of those a copy is kept that have been
+    return _bytes_of(tensor) <= SMALL_BYTES and not isinstance(tensor, nn.Parameter)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_inference() or tensor.is_nested or tensor.is_meta or isinstance(tensor, FakeTensor))
+    return not (tensor.is_inference() or tensor.is_nested or tensor.is_meta)
 
 
 def _place_of(tensor: torch.Tensor) -> int:

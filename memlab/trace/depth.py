@@ -264,7 +264,7 @@ def _with_more(trace: Trace, blocks: Repeated, more: int) -> Trace | None:
             begin_at, event_at = (at[event - start.events] for event in (inside.begin, inside.event))
             hidden.append(Hidden(begin_at, event_at, inside.inside, inside.moment))
         marks += [
-            Mark(at[mark.event - start.events], mark.moment, mark.what, _moved(mark.storage, rule))
+            replace(mark, event=at[mark.event - start.events], storage=_moved(mark.storage, rule))
             for mark in trace.marks[start.marks : stop.marks]
         ]
 
@@ -354,6 +354,6 @@ def _compared(trace: Trace) -> Any:
     named = {names[number]: category for number, category in seen.assigned.items() if number in names}
     outputs = [names.get(number) for number in trace.outputs]
     products = {key: names.get(number) for key, number in trace.products.items()}
-    settled = {names.get(number): event for number, event in trace.settled.items()}
+    settled = {names.get(number): (event, number in trace.copied) for number, event in trace.settled.items()}
     ends = (seen.baseline_bytes, trace.host_bytes, trace.samples, trace.tokens, trace.notes)
     return runs, named, outputs, products, settled, trace.priced, trace.hidden, trace.is_decided, ends

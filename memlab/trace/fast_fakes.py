@@ -89,6 +89,15 @@ def recipes_for(_choices: Any) -> dict[Any, Recipe]:
     return {}
 
 
+# places of two arguments that an operator takes in one dtype alone, of which fakes know nothing
+_ALIKE = {
+    **dict.fromkeys((_aten.index_add.default, _aten.index_add_.default), (0, 3)),
+    **dict.fromkeys((_aten.index_copy.default, _aten.index_copy_.default), (0, 3)),
+    _aten.mm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+}
+
+
 class FastFakes:
     """Runs operators on the fake tensors of one mode."""
 
@@ -106,6 +115,8 @@ class FastFakes:
         if key is None:
             return self._official(func, args, kwargs), None
         recipe = self._recipes.get(key)
+        if recipe is None:
+            _require_alike(func, args)
         if recipe is None and (written := _only_writes_to(func)) is not None:
             recipe = self._recipes[key] = Recipe(_WRITTEN, written, tuple if len(written) > 1 else None)
         if recipe is None and _is_view(func):
@@ -173,6 +184,14 @@ class FastFakes:
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self._template)
         return fake
+
+
+def _require_alike(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise what an operator raises that finds two dtypes where it takes one."""
+    dtypes = [args[place].dtype for place in _ALIKE.get(func, ())]
+    if len({*dtypes}) > 1:
+        name = func._schema.name.removeprefix("aten::")
+        raise RuntimeError(f"{name}() expected the same dtype, but got {dtypes[0]} and {dtypes[1]}")
 
 
 def _key(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -39,6 +39,7 @@ class Mark:
     moment: MarkedEvents  # what happens
     what: int  # number of the module, or of the parameter that got its gradient
     storage: int = 0  # number of the gradient's storage
+    is_copy: bool = False  # whether autograd has copied the gradient, whose layout was none of the parameter's
 
 
 @contextmanager
@@ -49,7 +50,10 @@ def marking(model: nn.Module, modules: Sequence[nn.Module], recorder: Recorder, 
             _watch(module, number, recorder, marks, undo)
         for number, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
-                settled = partial(_settled, number, recorder, marks)
+                came: list[int] = []
+                note = partial(_came, recorder, came)
+                settled = partial(_settled, number, recorder, marks, came)
+                undo.callback(parameter.register_hook(note).remove)  # type: ignore[no-untyped-call]
                 undo.callback(parameter.register_post_accumulate_grad_hook(settled).remove)  # type: ignore[no-untyped-call]
         yield
 
@@ -79,10 +83,15 @@ def _watch(module: nn.Module, number: int, recorder: Recorder, marks: list[Mark]
     undo.callback(module.register_forward_hook(after).remove)
 
 
-def _settled(number: int, recorder: Recorder, marks: list[Mark], parameter: torch.Tensor) -> None:
+def _came(recorder: Recorder, came: list[int], gradient: torch.Tensor) -> None:
+    came[:] = recorder.numbers_of([gradient])
+
+
+def _settled(number: int, recorder: Recorder, marks: list[Mark], came: list[int], parameter: torch.Tensor) -> None:
     if parameter.grad is not None:
         (storage,) = recorder.numbers_of([parameter.grad]) or [0]
-        marks.append(Mark(recorder.events, MarkedEvents.SETTLED, number, storage))
+        is_copy = bool(came) and came != [storage]
+        marks.append(Mark(recorder.events, MarkedEvents.SETTLED, number, storage, is_copy))
 
 
 class _Passed(torch.autograd.Function):

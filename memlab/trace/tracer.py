@@ -32,10 +32,11 @@ from memlab.runtime.mechanisms import SeenInCalls, brought
 from memlab.runtime.model_state import State
 from memlab.runtime.modules import CacheOff, accepts_use_cache, without_global_hooks
 from memlab.runtime.own_steps import own_steps
+from memlab.runtime.reach import passing_by
 from memlab.runtime.rng import of_cpu_alone
 from memlab.runtime.rounds import rounds_told_to
 from memlab.runtime.stand_ins import stand_in
-from memlab.runtime.tree import tensors_in
+from memlab.runtime.tree import flatten, tensors_in
 from memlab.runtime.workload import Workload
 from memlab.session import Session, fit
 from memlab.session.replay import Replay
@@ -92,6 +93,11 @@ class Trace:
     def settled(self) -> dict[int, int]:
         """Return the number of births and deaths before a gradient was complete, by number of its storage."""
         return {mark.storage: mark.event for mark in self.marks if mark.moment is MarkedEvents.SETTLED}
+
+    @functools.cached_property
+    def copied(self) -> frozenset[int]:
+        """Return numbers of storages to which gradients were copied; where there are some already, they are added to those."""
+        return frozenset(mark.storage for mark in self.marks if mark.is_copy)
 
     @functools.cached_property
     def before(self) -> dict[Category | None, dict[int, int]]:
@@ -514,7 +520,8 @@ class Tracer:
             known = own_steps() if is_known else nullcontext()
             reruns = reruns_told_to(recorder.price_rerun)
             told = rounds_told_to(recorder.rounds)
-            with _undisturbed(), self._choices.entered(), known, reruns, told, ExitStack() as stack:
+            beside = passing_by(each.model for each in self._live)
+            with _undisturbed(), self._choices.entered(), known, reruns, told, beside, ExitStack() as stack:
                 for model in models:
                     _watch(model, recorder, stack)
                 way_back: list[torch.Tensor] = []  # what a change of a live plan keeps until it has succeeded
@@ -664,8 +671,9 @@ def _arguments_of(workload: Workload) -> Call:
 
 
 def _large(output: Any) -> list[torch.Tensor]:
-    """Tensors in an output that are computed, or held to be cast, and not scalars."""
-    tensors = [(t.made_of if isinstance(t, LazyTensor) and t.made_of is not None else t) for t in tensors_in(output)]
+    """Tensors in an output, of a cache among them, that are computed, or held to be cast, and not scalars."""
+    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = [t.made_of if isinstance(t, LazyTensor) and t.made_of is not None else t for t in leaves]
     return [t for t in tensors if not isinstance(t, LazyTensor) and not (t.numel() == 1 and t.dim() <= 1)]
 
 

@@ -4,7 +4,7 @@ Rules of the twin:
 
 1. Floating-point tensors become fake ones on the CPU, whatever device they are on; integer and boolean
    tensors stay real, as copies, so that decisions a model takes from masks, labels and positions are the real
-   ones.
+   ones. So do small ones of the batch and the loop that hold zeros and ones alone: masks of floats.
 2. The twin is what the user wrote: forwards that memlab patched are those of the class again, parameters have
    the dtype they had before a plan changed it, layers that adapters are in the places of are there again, and the optimizer has
    the settings, but no state.
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from memlab.errors import TraceError
 from memlab.runtime.batch import Batch
 from memlab.runtime.homes import stand_for
-from memlab.runtime.reach import MODULE_HOOKS, keeps_state_in_modules
+from memlab.runtime.reach import MODULE_HOOKS, SMALL_BYTES, keeps_state_in_modules
 from memlab.runtime.stand_ins import HOOK_OPTIONS
 from memlab.runtime.touch import own_class
 from memlab.runtime.tree import own_attributes
@@ -206,7 +206,8 @@ class Twin:
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what stands for a tensor of the live objects, or of their loop."""
         if id(tensor) not in self._memo:
-            self._memo[id(tensor)] = self._counterpart(tensor)
+            is_mask = _is_mask(tensor)
+            self._memo[id(tensor)] = tensor.detach().to(_CPU, copy=True) if is_mask else self._counterpart(tensor)
         made: torch.Tensor = self._memo[id(tensor)]
         return made
 
@@ -259,6 +260,14 @@ class Twin:
                     left += 1
         if left:
             self.notes.append(f"{left} hook{'s' if left > 1 else ''} on modules left out of the prediction")
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Return whether a small tensor of floats holds zeros and ones alone."""
+    is_plain = own_class(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if not is_plain or not tensor.is_floating_point() or tensor.requires_grad or tensor.nbytes > SMALL_BYTES:
+        return False
+    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _is_part_of_the_model(hook: Any) -> bool:

@@ -478,3 +478,34 @@ def test_a_prediction_is_the_same_the_second_time() -> None:
     FakeTensorMode.cache_clear()
     first, second = (predict(family("lstm"), "--checkpoint selective --bf16", "A100 80GB") for _ in range(2))
     assert first == second
+
+
+class _Gathering(nn.Module):
+    """Sums of rows that autocast computes in 16 bits, in a table of fp32, or after a table that stays in fp32."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.table = nn.Linear(8, 8), kind, torch.ones(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.kind == "product":
+            return (self.table @ self.layer(rows)).mean()
+        places = torch.arange(8) // 2
+        sums = torch.zeros(4, 8)
+        hidden = self.layer(rows)
+        added = sums.index_add(0, places, hidden) if self.kind == "sum" else sums.index_add_(0, places, hidden)
+        return added.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("sum", "--bf16"), ("sum in place", "--bf16"), ("product", "--precision pure-bf16")],
+)
+def test_dtypes_that_do_not_go_together_are_refused_as_when_measured(kind: str, flags: str) -> None:
+    model = _Gathering(kind)
+    workload = Workload(model, torch.optim.AdamW(model.parameters()), batch=(torch.randn(8, 8),))
+    precision = flags.removeprefix("--").removeprefix("precision ")
+    said = f"precision: _Gathering does not run in {precision}"
+    for run in (predict, measure):
+        with pytest.raises(RefusalError, match=f"^{said}: RuntimeError: .*leave its precision as it is$"):
+            run(workload, flags)

@@ -9,6 +9,7 @@ import copy
 import gc
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -1345,6 +1346,21 @@ def test_a_comparison_in_half_precision_leaves_no_graph() -> None:
     finally:
         gc.enable()
         ledger.close()
+
+
+def test_a_comparison_in_half_precision_leaves_no_output() -> None:
+    torch.manual_seed(0)
+    model = _Pooled()
+    gc.disable()  # what only a cycle keeps stays
+    try:
+        with fit(Workload(model, torch.optim.SGD(model.parameters())), "--accumulate 2 --bf16"):
+            loss = model(torch.randn(8, 512, 16), torch.randint(0, 2, (8,)))["loss"]
+            loss.backward()
+            seen = weakref.ref(loss)
+            del loss
+            assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_noise_is_the_same_in_a_part_that_is_computed_again() -> None:

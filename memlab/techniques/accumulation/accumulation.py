@@ -58,7 +58,7 @@ from memlab.runtime.mechanisms import ChangedParameters, LoopChecks, SeenInCalls
 from memlab.runtime.modules import CacheOff, refuse_kept_weights
 from memlab.runtime.out_of_memory import is_out_of_memory, release
 from memlab.runtime.rng import Randomness
-from memlab.runtime.surroundings import Surroundings
+from memlab.runtime.surroundings import Copies, Surroundings
 from memlab.runtime.workload import Workload
 from memlab.techniques.accumulation.batchnorm import BATCH_NORM
 from memlab.techniques.accumulation.conditions import Conditions
@@ -123,6 +123,10 @@ class Accumulation(Technique, LoopChecks, SeenInCalls):
     @property
     def _per_part(self) -> tuple[type[nn.Module], ...]:
         return BATCH_NORM if self.plan.batchnorm is BatchNorm.MICRO else ()
+
+    def copied_bytes(self, model: nn.Module) -> int:
+        """Return bytes of copies of buffers and the like that a split call of a model keeps until its backward pass is over."""
+        return sum(Copies(model, without_buffers_of=self._per_part).sizes)
 
     def check_modes(self, workload: Workload) -> None:
         self._refuse_batch_norm(self._batch_norms_of(workload.model), workload.name)

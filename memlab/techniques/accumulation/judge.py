@@ -130,7 +130,8 @@ class Judge:
         except RefusalError as refusal:
             if refusal.technique != _FIELD or not (self._is_low or CallContext().is_on):
                 raise
-            refused = refusal
+            # a traceback would hold this frame, which names it, and those that called it with what they return
+            refused = refusal.with_traceback(None)
         release(refused)  # of the graphs that were compared
         # rounding may be most of a gradient; there may be no room in full precision, or code that takes no other
         with suppress(Exception), exact_products(), in_full():

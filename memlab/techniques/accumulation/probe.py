@@ -124,6 +124,7 @@ class Probe:
                 raise
             oom = error
         release(oom)
+        del oom  # its traceback holds this frame
         self._most_rows = LEAST_ROWS
         return look()
 

@@ -171,6 +171,9 @@ class Spill:
         """A spilled copy of a tensor; of one that consists of others (codes and scales), one of the same class made of copies."""
         if consists_of_others(tensor):
             return made_anew(tensor, self.store)
+        if tensor.layout is not torch.strided:  # indices and values, in no one storage
+            with births_are_spilled():
+                return tensor.detach().to("cpu", copy=True)
         spilled = self.empty_like(tensor)
         spilled.copy_(tensor.detach())
         return spilled

@@ -23,7 +23,7 @@ from memlab.runtime.hooks import is_compiled
 from memlab.runtime.out_of_memory import is_out_of_memory
 from memlab.runtime.rng import Randomness
 from memlab.runtime.stand_ins import is_ours
-from memlab.runtime.surroundings import Surroundings
+from memlab.runtime.surroundings import Copies, Surroundings
 from memlab.runtime.tree import flatten, tensors_in
 from memlab.techniques.base import ModelCall
 from memlab.techniques.precision.masters import Masters
@@ -248,9 +248,17 @@ def _left_by(model: nn.Module) -> tuple[Surroundings, Randomness]:
 
     Not of frozen parameters where they are most of the model, as base weights beside adapters.
     """
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    found = Surroundings(model, complete=True, frozen=not _are_most(model, frozen))
+    found = Surroundings(model, complete=True, frozen=_copies_frozen(model))
     return found, Randomness(found.generators)
+
+
+def copied(model: nn.Module) -> list[int]:
+    """Return sizes of the copies that the first call of a model keeps until it is known to run, in bytes."""
+    return Copies(model, complete=True, frozen=_copies_frozen(model)).sizes
+
+
+def _copies_frozen(model: nn.Module) -> bool:
+    return not _are_most(model, [parameter for parameter in model.parameters() if not parameter.requires_grad])
 
 
 def _are_most(model: nn.Module, frozen: Sequence[torch.Tensor]) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.errors import MemlabError, RefusalError, first_line
@@ -353,11 +354,11 @@ class PrecisionChoice(Technique, LoopChecks):
             yield
             return
         # where the loop is guarded, aliases of weights are in their places
-        of = {tensor.data_ptr(): tensor for tensor in self._masters.tensors if tensor.numel()}
+        masters = (each for each in self._masters.tensors if each.numel() and not isinstance(each, FakeTensor))
+        of = {tensor.data_ptr(): tensor for tensor in masters}
         tensors = [*model.parameters(), *model.buffers()]
-        aliases = [
-            (each, of[each.data_ptr()]) for each in tensors if each not in self._masters and each.data_ptr() in of
-        ]
+        others = [each for each in tensors if each not in self._masters] if of else []
+        aliases = [(each, of[each.data_ptr()]) for each in others if each.data_ptr() in of]
         try:
             # within: parts leave their inputs alone as well
             with self._pure.restored([*tensors, *(own for _, own in aliases)]), self._pure.within():
