@@ -23,6 +23,7 @@ from torch import nn
 from memlab.runtime.accelerator import is_accelerator
 from memlab.runtime.callers import is_installed
 from memlab.runtime.containers import PLAIN, content_of
+from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.loop_reading import variables_of
 from memlab.runtime.reach import MODULE_HOOKS
 from memlab.runtime.tree import tensors_in
@@ -86,6 +87,10 @@ class Walk:
         self._kept.clear()
 
     def _count(self, tensor: torch.Tensor, way: tuple[str, ...], share: float) -> None:
+        if isinstance(tensor, LazyTensor):  # to look at it would compute it
+            for inner in tensor.holds:
+                self._count(inner, way, share)
+            return
         if tensor.device != self._device and tensor.device.type == self._device.type and is_accelerator(tensor.device):
             return
         if tensor.device.type != self._device.type:

@@ -103,6 +103,11 @@ class LazyTensor(torch.Tensor):
         """Return the real tensor where somebody has looked."""
         return self._value
 
+    @property
+    def holds(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that it keeps alive, without computing it."""
+        return tuple(each for each in (self._value, self.made_of) if each is not None)
+
     def is_about_to_be_written(self) -> None:
         """Compute what follows the same values: copies are those of before, and views see what is written."""
         first = self._first

@@ -77,6 +77,10 @@ class DeferredLogits(LazyTensor):
         deferred.steps, deferred.is_cast = steps, is_cast
         return deferred
 
+    @property
+    def holds(self) -> tuple[torch.Tensor, ...]:
+        return (*super().holds, self.hidden)
+
     def with_hidden(self, hidden: torch.Tensor) -> DeferredLogits:
         """The same of other rows."""
         return self._made(hidden, self.weight, self.bias, self.dtype, self.steps, is_cast=self.is_cast)
