@@ -362,6 +362,23 @@ def gradient_of_inputs(loop: Loop) -> Iterator[torch.Tensor]:
 
 
 @style()
+def gradient_of_chained_calls(loop: Loop) -> Iterator[torch.Tensor]:
+    """The second call is given what the first one has computed, and gradients of both are differentiated."""
+    loop.steers_not()
+    inputs, targets = loop.batch()
+    model = loop.models[0]
+    before, _ = heads(model(inputs))
+    after, _ = heads(model(inputs + before.tanh().mean(-1, keepdim=True)))
+    loss = loop.loss(after, targets)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
+    loss = loss + sum(gradient.square().sum() for gradient in gradients if gradient is not None)
+    loop.zero()
+    loss.backward()
+    loop.step()
+    yield loss
+
+
+@style()
 def gradients_by_name(loop: Loop) -> Iterator[torch.Tensor]:
     inputs, targets = loop.batch()
     loss = loop.loss(heads(loop.models[0](inputs))[0], targets)
