@@ -284,7 +284,7 @@ class PaddedBatch:
             raise _refusal(f"{name} is called without an {_MASK} of rows × positions, which says what is padding")
         if isinstance(mask, FakeTensor) or mask.is_meta:
             raise _refusal(
-                f"the {_MASK} of {name} has no values in a prediction, which knows those of whole numbers alone"
+                f"the {_MASK} of {name} has no values in a prediction, which knows those of whole numbers and small masks alone"
             )
         rows, positions = mask.shape
         known = arguments.get(_POSITIONS)

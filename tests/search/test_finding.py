@@ -175,7 +175,7 @@ def test_a_step_that_depends_on_values_is_said(load: Workload) -> None:
             return (inputs[inputs > 0].sum() * self.weight).sum()
 
     model = Picky()
-    picky = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.ones(4, 3),))
+    picky = Workload(model, torch.optim.SGD(model.parameters()), batch=(torch.full((4, 3), 0.5),))
     for ask in (find_plan, lambda workload: choose_plan(workload, 2**30)):
         with pytest.raises(TraceError) as caught:
             ask(picky)

@@ -30,6 +30,7 @@ from transformers import (
 
 from memlab import Plan, PlanError, RefusalError, Workload, fit, measure
 from memlab.predicting import predict_all
+from memlab.records import Prediction
 from memlab.runtime.lazy import LazyTensor
 from memlab.runtime.observer import Observer
 from memlab.session import Session, session_of
@@ -575,12 +576,19 @@ def test_a_prediction_knows_the_lengths_of_rows(plan: str, attention: str) -> No
 
 def test_a_prediction_without_values_says_so() -> None:
     model, optimizer = made(llama)
-    given = {**batch(), "attention_mask": batch()["attention_mask"].float()}
+    mask = batch()["attention_mask"]
 
-    (predicted,) = predict_all(Workload(model, optimizer, batch=given), plans=["--pack"], progress=lambda _: None)
+    def predicted_with(mask: torch.Tensor) -> Prediction:
+        given = {**batch(), "attention_mask": mask}
+        (found,) = predict_all(Workload(model, optimizer, batch=given), plans=["--pack"], progress=lambda _: None)
+        return found
 
-    assert predicted.refused == (
-        "padding: the attention_mask of LlamaForCausalLM has no values in a prediction, which knows those of whole numbers "
+    # small masks of zeros and ones keep their values
+    assert predicted_with(mask.float()).peak_allocated_bytes == pytest.approx(
+        predicted_with(mask).peak_allocated_bytes, rel=0.01
+    )
+    assert predicted_with(2 * mask.float()).refused == (
+        "padding: the attention_mask of LlamaForCausalLM has no values in a prediction, which knows those of whole numbers and small masks "
         f"alone{_LEAVE_OUT}"
     )
 
