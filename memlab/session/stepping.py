@@ -174,7 +174,8 @@ class Stepping:
         if rescuer is not None and rescuer.is_armed:
             return rescuer.update(optimizer)
         if optimizer_step.is_changed(optimizer, techniques):
-            return optimizer_step.run_step(optimizer, techniques, backup=_of_several)
+            is_replaced = optimizer_step.foreign_stepper(optimizer, techniques) is not None
+            return optimizer_step.run_step(optimizer, techniques, backup=_of_several if is_replaced else True)
         # an update that is the loop's own in all but its order has no copies, as in the loop
         return optimizer_step.run_step(optimizer, techniques, share_of(optimizer), backup=False)
 
