@@ -15,6 +15,7 @@ and updates have parameters and gradients in common that are nowhere on it: ther
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,7 @@ class PlanPredictor:
         self._updates: dict[Plan, tuple[Trace, Segment, Segment]] = {}
         self._look: Segment | None = None
         self._held: dict[tuple[int, Segment], Segment] = {}
+        self._copies: dict[BatchNorm, int] = {}
         self._applied: Applied | None = None
         self._replayed: dict[Plan, tuple[Trace, Parts]] = {}
         self._has_state = any(optimizer.state for optimizer in workload.optimizers)
@@ -293,7 +295,7 @@ class PlanPredictor:
         is_in_parts = self._tape is not None or (is_split and self._is_replayed)
         whole, passed = self._in_parts(plan) if is_in_parts else self._repeated(plan)
         if is_split:
-            copies = Accumulation(plan).copied_bytes(self._tracer.twin.workload.model)
+            copies = self._copies_of_split(plan)
             passed = replace(passed, segments=tuple(self._holding(copies, each) for each in passed.segments))
         update, updating, first = self._update(_of_optimizers(plan), whole)
         before = update.observation.baseline_bytes
@@ -393,14 +395,23 @@ class PlanPredictor:
 
     def _first_in_16_bits(self, settings: Plan, sizes: Sequence[int]) -> Segment | None:
         """Return the first pass of all, in which buffers and the like are held twice; None where they are too small to matter."""
-        sizes_bytes = copied(self._tracer.twin.workload.model)
         # those of a GPU's are kept on the host, but for small ones
-        copies = sum(each for each in sizes_bytes if self.target.settings is None or each <= SMALL_BYTES)
+        copies = sum(each for each in self._copied if self.target.settings is None or each <= SMALL_BYTES)
         passed = self._passes.segments(settings, sizes)[0]
         if copies < _NOTEWORTHY_SHARE_OF_COPIES * passed.shape.peak_bytes:
             return None
         forward = next((at for at, event in enumerate(passed.events) if event[3] == BACKWARD), len(passed.events))
         return holding(copies, passed, until=forward)
+
+    @functools.cached_property
+    def _copied(self) -> list[int]:
+        return copied(self._tracer.twin.workload.model)
+
+    def _copies_of_split(self, plan: Plan) -> int:
+        """Return bytes of copies that split calls keep; the model is walked once for each way of BatchNorm."""
+        if plan.batchnorm not in self._copies:
+            self._copies[plan.batchnorm] = Accumulation(plan).copied_bytes(self._tracer.twin.workload.model)
+        return self._copies[plan.batchnorm]
 
     def _holding(self, copies: int, segment: Segment) -> Segment:
         """Return a stretch during which so many bytes of copies are held; the same one every time."""

@@ -46,8 +46,9 @@ def run_step(
     bucket_bytes: int | None = None,
     *,
     # keep a copy of the parameters and in-place state of the bucket being updated, so that an exception in the middle
-    # of it undoes it. Without, only packed state and state created in the failed update are put right. A function
-    # decides for each bucket before it begins: it returns what copies a tensor, or None for no copies
+    # of it undoes it; none of one parameter that one kernel updates. Without, only packed state and state created in the
+    # failed update are put right. A function decides for each bucket before it begins: it returns what copies a tensor, or
+    # None for no copies
     backup: bool | Protection = True,
     # parameters that are updated already and left out; finished buckets are added to it. A caller that frees memory
     # after an out-of-memory error calls again with the same set
@@ -64,7 +65,13 @@ def run_step(
         return False
     stepper = foreign or plain_stepper(optimizer)
     layers = _layers_to_open(techniques)
-    protection: Protection = backup if callable(backup) else lambda _bucket: cloned if backup else None
+
+    def protection(bucket: Sequence[Parameter]) -> Copy | None:
+        if callable(backup):
+            return backup(bucket)
+        is_at_once = len(bucket) == 1 and getattr(stepper, "is_one_kernel", False)
+        return cloned if backup and not is_at_once else None
+
     finished: set[Parameter] = set() if done is None else done
     bucket_bytes = bucket_bytes_for(optimizer, techniques) if bucket_bytes is None else bucket_bytes
     if layers and not any(map(optimizer.state.get, with_gradient(optimizer))):

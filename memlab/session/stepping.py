@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -174,8 +174,7 @@ class Stepping:
         if rescuer is not None and rescuer.is_armed:
             return rescuer.update(optimizer)
         if optimizer_step.is_changed(optimizer, techniques):
-            is_replaced = optimizer_step.foreign_stepper(optimizer, techniques) is not None
-            return optimizer_step.run_step(optimizer, techniques, backup=_of_several if is_replaced else True)
+            return optimizer_step.run_step(optimizer, techniques)
         # an update that is the loop's own in all but its order has no copies, as in the loop
         return optimizer_step.run_step(optimizer, techniques, share_of(optimizer), backup=False)
 
@@ -204,8 +203,3 @@ class Stepping:
         held_back, self._held_back = self._held_back, None
         if held_back is not None:
             held_back.end()
-
-
-def _of_several(bucket: Sequence[torch.nn.Parameter]) -> optimizer_step.Copy | None:
-    """Return what copies a bucket for the case that a later one of its parameters is refused: one alone is, or is not, before any write."""
-    return optimizer_step.cloned if len(bucket) > 1 else None

@@ -6,14 +6,14 @@ and blocks are short, so parameters are updated in slices, and what an update ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import embedding
 
 from memlab.runtime.state_entries import State
-from memlab.techniques.optimizer.state_formats import Group, Moments, StateFormat
+from memlab.techniques.optimizer.state_formats import Group, Moments, OwnAdamW, StateFormat
 
 _BLOCK_ELEMENTS = 128  # that share a scale
 _SMALLEST = 4096  # parameters with fewer elements, and those that blocks do not fill, keep fp32 moments
@@ -102,21 +102,10 @@ class FourBitFormat(StateFormat):
         return self._tables[device, signed]
 
 
-class FourBitAdamW(torch.optim.Optimizer):
+class FourBitAdamW(OwnAdamW):
     """AdamW whose state is in `FourBitFormat`. Numbers are computed in fp32, and the weights take the moments before they are rounded."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+    def update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] += 1
         numbers = parameter.detach().contiguous().view(-1)  # the parameter's own memory where it is contiguous

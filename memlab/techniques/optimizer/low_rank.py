@@ -6,13 +6,12 @@ tensor of the state here, where packages keep it in an object beside it, and dra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from memlab.runtime.state_entries import State
-from memlab.techniques.optimizer.state_formats import Group, Moments, StateFormat
+from memlab.techniques.optimizer.state_formats import Group, Moments, OwnAdamW, StateFormat
 
 _MOST_RANK, _SHARE = 128, 4  # a subspace has as many dimensions, or a quarter of the matrix's shorter side
 _STEPS_OF_A_PROJECTION = 200
@@ -55,21 +54,10 @@ class LowRankFormat(StateFormat):
         return {"step": step, "projection": _projection(parameter, step), "norm": norm}
 
 
-class Apollo(torch.optim.Optimizer):
+class Apollo(OwnAdamW):
     """APOLLO of matrices whose state is in `LowRankFormat`, with a scale for each channel, in steps of AdamW's size."""
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+    def update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], _upright(parameter.grad)  # type: ignore[arg-type]
         if state["step"] % _STEPS_OF_A_PROJECTION == 0:
             state["projection"] = _projection(parameter, state["step"])

@@ -123,7 +123,11 @@ class OptimizerConversion(Technique, StateForm, Updating, OwnMemory):
 
     def stepper(self, optimizer: Optimizer) -> Stepper | None:
         conversion = self._conversions.get(optimizer)
-        return None if conversion is None else partial(conversion.update, optimizer)
+        if conversion is None:
+            return None
+        stepper = partial(conversion.update, optimizer)
+        setattr(stepper, "is_one_kernel", bool(self._row.kernel))  # noqa: B010 # an attribute that its type does not know
+        return stepper
 
     def step_ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         conversion = self._conversions.get(optimizer)

@@ -7,7 +7,7 @@ exchanged as Adam accumulates them, that is without bias correction.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +34,25 @@ class Moments:
     def to(self, dtype: torch.dtype) -> Moments:
         """The same moments in another dtype."""
         return Moments(self.step, self.first.to(dtype), self.second.to(dtype))
+
+
+class OwnAdamW(torch.optim.Optimizer, ABC):
+    """An AdamW that is written here, for state in a format that torch's own cannot read."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+
+    @abstractmethod
+    def update(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        """Update one parameter, with the settings of its group."""
 
 
 class StateFormat(ABC):
